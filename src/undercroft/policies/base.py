@@ -1,0 +1,44 @@
+"""The eviction seam: who goes first. Keys only: no bytes, pins, clock or requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from undercroft.keys import ChunkKey
+
+__all__ = ["EvictionPolicy"]
+
+
+class EvictionPolicy(Protocol):
+    """Orders the resident keys of one level by who should go first.
+
+    Each call is O(1) amortized and O(capacity) never, at a million keys. No per-key object that
+    Python's garbage collector tracks. Threads: one.
+    """
+
+    name: str
+
+    def on_insert(self, key: ChunkKey) -> None:
+        """`key` became resident."""
+        ...
+
+    def on_hit(self, key: ChunkKey) -> None:
+        """Resident `key` was used. Callers touch a prefix deepest first, so roots end newest."""
+        ...
+
+    def on_evict(self, key: ChunkKey) -> None:
+        """Resident `key` left by choice; the policy may remember it (a ghost)."""
+        ...
+
+    def on_drop(self, key: ChunkKey) -> None:
+        """`key` is void (corrupt, reset): forget it wholly, ghost included. Unknown is fine."""
+        ...
+
+    def victims(self) -> Iterator[ChunkKey]:
+        """Residents, first to go first, each once; lazy, changes nothing.
+
+        The caller skips what is pinned (and then calls `on_hit` on it, so that it is out of the
+        way) and stops early. Calling any other method invalidates the iterator.
+        """
+        ...

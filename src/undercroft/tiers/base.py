@@ -1,0 +1,111 @@
+"""The tier seam: bytes of one chunk, in and out.
+
+A tier author writes five blocking verbs. Jobs, deadlines, retries, back-off, circuit breaking,
+batching and back-pressure live once, in `hierarchy.transfers`; who is evicted is decided once, by
+the hierarchy. A tier only moves bytes, and is right or says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+from undercroft.keys import ChunkKey
+
+__all__ = ["Bounded", "Epochal", "Indexed", "Tier"]
+
+
+@runtime_checkable
+class Tier(Protocol):
+    """Where chunks of one namespace live below level 0.
+
+    Buffers are contiguous uint8 views. Their length is the chunk's length; the hierarchy passes
+    whole slots (4 KiB-aligned address, length a multiple of 4 KiB), others may pass anything.
+    Threads: all verbs may be called from many threads at once, and may block.
+    """
+
+    name: str
+
+    def contains(self, key: ChunkKey) -> bool:
+        """Whether `read_into` is expected to find `key`."""
+        ...
+
+    def read_into(self, key: ChunkKey, out: memoryview) -> bool:
+        """Fill `out` with the chunk, verified.
+
+        Returns:
+            False if absent; `out` is then untouched.
+
+        Raises:
+            CorruptChunk: Stored length differs from `len(out)`, or header or checksum is wrong.
+                The tier has already dropped the chunk: the next `contains` says False and the
+                next `write_from` writes it anew. `out` may hold anything.
+            TierUnavailable: The medium failed.
+        """
+        ...
+
+    def write_from(self, key: ChunkKey, data: memoryview) -> None:
+        """Store the chunk. Atomic: afterwards it reads back whole, or is absent.
+
+        Storing a key that is present is a no-op unless the tier knows it to be bad.
+
+        Raises:
+            TierFull: The hard bound would be exceeded, or the medium is full.
+            TierUnavailable: The medium failed.
+        """
+        ...
+
+    def delete(self, key: ChunkKey) -> None:
+        """Forget the chunk; absent is fine."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back; twice is fine. Verbs then raise `TierClosed`."""
+        ...
+
+
+@runtime_checkable
+class Indexed(Protocol):
+    """A tier that knows what it holds without I/O."""
+
+    def has(self, key: ChunkKey) -> bool:
+        """As `contains`, from memory. Scheduler thread; never blocks; <= 1 us."""
+        ...
+
+    def evictable(self) -> Iterable[tuple[ChunkKey, int]]:
+        """Every chunk this process may delete, with its length in bytes, coldest first.
+
+        Asked once, at start, to fill the level's policy.
+        """
+        ...
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A tier with a hard bound in bytes."""
+
+    capacity_bytes: int
+
+    def used_bytes(self) -> int:
+        """Bytes charged against the bound now, by this process. Any thread; no I/O."""
+        ...
+
+    def free_chunks(self, num_bytes: int) -> int:
+        """How many more chunks of `num_bytes` can be written before something must be deleted.
+
+        Any thread; no I/O; a lower bound is fine.
+        """
+        ...
+
+
+@runtime_checkable
+class Epochal(Protocol):
+    """A tier whose contents are void once the epoch has been raised."""
+
+    def epoch(self) -> int:
+        """The epoch now, also when another process raised it (within 100 ms). No I/O."""
+        ...
+
+    def raise_epoch(self) -> int:
+        """Make everything stored so far void, durably, for every process sharing the tier."""
+        ...
