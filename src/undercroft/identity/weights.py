@@ -75,7 +75,7 @@ def weights_fingerprint(
         sampled (both ends, and 4 KiB in the middle of up to 4096 tensors): an edit that touches
         none of these and keeps all sizes goes unseen, so set `model_id` if you make such edits.
 
-    Cost: one read of models up to 64 MiB, at most ~4,500 small reads above.
+    Cost: one read of models up to 64 MiB, some 4,500 small reads above.
     """
     if model_id is not None:
         return Fingerprint("model_id", model_id)
