@@ -129,6 +129,24 @@ def test_where_and_how_long_is_not_in_the_namespace(field: str) -> None:
     assert namespace(EngineConfig(config, ENGINE.extras), WEIGHTS, FACTS) == BASE
 
 
+def test_topology_and_layout_are_whole() -> None:
+    """Each size and flag stands by itself, also where another one would betray a change."""
+    assert BASE.manifest["topology"] == {
+        "parallelism_agnostic": False,
+        "rank": 0,
+        "world_size": 8,
+        "tp_size": 2,
+        "pp_size": 2,
+        "pcp_size": 2,
+        "dcp_size": 1,
+    }
+    assert BASE.manifest["layout"] == {
+        "kv_cache_layout": "LBHNC",
+        "replicated": False,
+        "canonical": False,
+    }
+
+
 def test_every_field_of_the_boundary_is_in_one_of_the_tables() -> None:
     """A field that is added must be placed: does it decide bytes or not?"""
     fields = {
