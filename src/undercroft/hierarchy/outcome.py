@@ -1,0 +1,58 @@
+"""How one transfer between level 0 and a lower tier ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from undercroft.errors import KvError
+from undercroft.keys import ChunkKey
+
+__all__ = ["Done", "Op", "Outcome"]
+
+
+class Op(Enum):
+    """What a transfer does in the tier."""
+
+    READ = "read"
+    WRITE = "write"
+    DELETE = "delete"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of one key's transfer.
+
+    Args:
+        key: The chunk.
+        error: Why it failed; None if it did not. An absent chunk is no error.
+        num_bytes: Bytes moved: the chunk's length after a read that found it or a write that
+            worked, otherwise 0.
+        seconds: From submission to this end, waiting and retries included.
+        found: A read filled its buffer with the verified chunk. False for every other end, and
+            always for writes and deletes.
+    """
+
+    key: ChunkKey
+    error: KvError | None
+    num_bytes: int
+    seconds: float
+    found: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The one report that a ticket gets.
+
+    Args:
+        ticket: What `read`, `write` or `delete` gave out.
+        op: Which of them.
+        outcome: How it ended.
+        buffer_free: No thread touches the buffer any more. If False, it must stay as it is until
+            `Transfers.take_released` names the ticket.
+    """
+
+    ticket: int
+    op: Op
+    outcome: Outcome
+    buffer_free: bool
