@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Callable
 
 from undercroft.clock import Clock
@@ -99,7 +100,8 @@ class Attempts:
             self.num_bugs += 1
             first = self.num_bugs == 1
         if first:
-            _log.exception("a bug in tier %r; further ones are only counted", self._tier.name)
+            text = traceback.format_exc()  # not the exception: a kept log record would keep buffers
+            _log.error("a bug in tier %r; further ones are only counted\n%s", self._tier.name, text)
 
 
 def _bare(error: KvError) -> KvError:

@@ -21,7 +21,7 @@ class ManualClock:
     def __init__(self, start_s: float = 1000.0) -> None:
         self._now_s = start_s
         self._changed = threading.Condition()
-        self._num_sleepers = 0
+        self._until_s: list[float] = []
 
     def now_s(self) -> float:
         """See `Clock.now_s`."""
@@ -31,12 +31,12 @@ class ManualClock:
         """Wait until `advance` has passed `seconds` from now."""
         with self._changed:
             until_s = self._now_s + seconds
-            self._num_sleepers += 1
+            self._until_s.append(until_s)
             self._changed.notify_all()
             try:
                 self._changed.wait_for(lambda: self._now_s >= until_s)
             finally:
-                self._num_sleepers -= 1
+                self._until_s.remove(until_s)
 
     def advance(self, seconds: float) -> None:
         """Move on and wake those whose time has come."""
@@ -46,9 +46,12 @@ class ManualClock:
             self._changed.notify_all()
 
     def await_sleepers(self, num_sleepers: int) -> None:
-        """Wait (in real time) until that many threads sleep."""
+        """Wait (in real time) until that many threads sleep whose time has not come yet."""
         with self._changed:
             there = self._changed.wait_for(
-                lambda: self._num_sleepers >= num_sleepers, timeout=_PATIENCE_S
+                lambda: self._num_sleepers() >= num_sleepers, timeout=_PATIENCE_S
             )
-        assert there, f"{self._num_sleepers} of {num_sleepers} threads sleep"
+            assert there, f"{self._num_sleepers()} of {num_sleepers} threads sleep"
+
+    def _num_sleepers(self) -> int:
+        return sum(until_s > self._now_s for until_s in self._until_s)
