@@ -63,10 +63,9 @@ class Crew:
         self._name = name
         self._num_wanted = num_threads
         self._num_most = num_most
-        self._work = threading.Condition(lock)
         self._settled = threading.Condition(lock)
         self._num_waiters = 0
-        self._num_idle = 0
+        self._idle: list[threading.Lock] = []  # a thread sleeps until somebody releases its lock
         self._num_others = 0  # writes and deletes running, stuck ones not counted
         self._num_started = 0
         self.threads: set[threading.Thread] = set()
@@ -86,19 +85,23 @@ class Crew:
             not self.can_serve or self.num_threads - self.num_stuck < self._num_wanted
         )
 
-    def wake(self) -> bool:
-        """Locked. Let a thread look at the queue; True: the caller then calls `start_one`."""
-        if self._num_idle:
-            self._nudge()
-            return False
-        return self.num_threads == self.num_stuck and self._reserve()
+    def wake(self, op: Op) -> None:
+        """A move of that kind was added: let a thread look. Not locked, and seldom locks."""
+        if self._idle:
+            if op is _READ or self._others_allowed():
+                self._rouse()
+        elif self.num_threads == self.num_stuck:
+            with self._lock:
+                start_one = self._reserve()
+            if start_one:
+                self.start_one()
 
     def care(self) -> bool:
         """Locked. Replace missing threads; True: the caller then calls `start_one`."""
         return self.needs_care and self._reserve()
 
     def start_one(self) -> None:
-        """Start the thread that `wake` or `care` asked for. Not locked."""
+        """Start the thread that was reserved. Not locked."""
         with self._lock:
             self._num_started += 1
             name = f"{self._name}-{self._num_started}"
@@ -128,8 +131,8 @@ class Crew:
     def close(self) -> None:
         """Locked. Threads leave as soon as they are out of the tier."""
         self.closed = True
-        self._num_idle = 0
-        self._work.notify_all()
+        while self._idle:
+            self._rouse()
 
     def wait(self, ready: Callable[[], bool], deadline_s: float, clock: Clock) -> bool:
         """Locked. Wait until `ready()`, asked after each `tell`; False at `deadline_s`."""
@@ -152,9 +155,11 @@ class Crew:
     # --- the threads --------------------------------------------------------------------------
 
     def _main(self) -> None:
+        bell = threading.Lock()
+        bell.acquire()
         try:
             self._start_others()
-            while (move := self._take()) is not None:
+            while (move := self._take(bell)) is not None:
                 self._runner.serve(move)
                 move = None  # a waiting thread must not keep a buffer alive
         finally:
@@ -171,20 +176,23 @@ class Crew:
                 return
             self.start_one()
 
-    def _take(self) -> Move | None:
+    def _take(self, bell: threading.Lock) -> Move | None:
         while True:  # one round per hold of the lock, so that nobody waits for a long refusal
             with self._lock:
                 if self.closed or self.num_threads - self.num_stuck > self._num_wanted:
                     return None
                 move = self._queue.take(others_allowed=self._others_allowed())
-                if move is None:
-                    self._num_idle += 1
-                    self._work.wait()
-                elif self._runner.begin(move):
+                if move is not None:
+                    if not self._runner.begin(move):
+                        continue
                     if move.op is not _READ:
                         self._num_others += 1
                     self._nudge()
                     return move
+                self._idle.append(bell)
+                if self._queue.has_new:  # added after `take` looked and before we could be seen
+                    self._rouse()
+            bell.acquire()
 
     def _others_allowed(self) -> bool:
         """Writes and deletes leave one thread to the reads, if there are several."""
@@ -192,9 +200,16 @@ class Crew:
         return self._num_others < max(1, num_usable - 1)
 
     def _nudge(self) -> None:
-        if self._num_idle and self._queue.has_ready(others_allowed=self._others_allowed()):
-            self._num_idle -= 1
-            self._work.notify()
+        """Locked. A thread is about to be busy or away: is there work for another?"""
+        if self._idle and self._queue.has_ready(others_allowed=self._others_allowed()):
+            self._rouse()
+
+    def _rouse(self) -> None:
+        try:
+            bell = self._idle.pop()
+        except IndexError:  # somebody else was quicker
+            return
+        bell.release()
 
     def _reserve(self) -> bool:
         if (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from undercroft.errors import KvError
+from undercroft.errors import KvError, TierClosed, TierTimeout, TierUnavailable
 from undercroft.keys import ChunkKey
 
-__all__ = ["Done", "Op", "Outcome"]
+__all__ = ["Done", "Op", "Outcome", "StandingErrors"]
 
 
 class Op(Enum):
@@ -25,7 +25,8 @@ class Outcome:
 
     Args:
         key: The chunk.
-        error: Why it failed; None if it did not. An absent chunk is no error.
+        error: Why it failed; None if it did not. An absent chunk is no error. Not to be raised:
+            moves that never reached the tier, or did not come back, share one object.
         num_bytes: Bytes moved: the chunk's length after a read that found it or a write that
             worked, otherwise 0.
         seconds: From submission to this end, waiting and retries included.
@@ -56,3 +57,20 @@ class Done:
     op: Op
     outcome: Outcome
     buffer_free: bool
+
+
+class StandingErrors:
+    """The ends that are the tier's, not one chunk's: made once, so that a thousand are cheap."""
+
+    def __init__(self, tier: str) -> None:
+        self.not_started = TierTimeout(
+            f"tier {tier!r}: not started within the deadline: it is too slow or too busy", tier=tier
+        )
+        self.still_running = TierTimeout(
+            f"tier {tier!r}: no answer within the deadline; the call is still running", tier=tier
+        )
+        self.left_alone = TierUnavailable(
+            f"tier {tier!r} is left alone after failures, and tried again later", tier=tier
+        )
+        self.cancelled = TierUnavailable(f"tier {tier!r}: cancelled before it started", tier=tier)
+        self.closed = TierClosed(f"tier {tier!r} is closed", tier=tier)

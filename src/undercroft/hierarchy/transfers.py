@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import islice
@@ -20,16 +19,13 @@ from undercroft.errors import (
     CorruptChunk,
     FormatTooNew,
     KvError,
-    TierClosed,
     TierFull,
-    TierTimeout,
-    TierUnavailable,
 )
 from undercroft.hierarchy.attempts import Attempts
 from undercroft.hierarchy.breaker import Breaker
 from undercroft.hierarchy.crew import Crew
 from undercroft.hierarchy.moves import Move, MoveQueue, MoveState
-from undercroft.hierarchy.outcome import Done, Op, Outcome
+from undercroft.hierarchy.outcome import Done, Op, Outcome, StandingErrors
 from undercroft.keys import ChunkKey
 from undercroft.tiers.base import Tier
 
@@ -87,6 +83,7 @@ class Transfers:
         ConfigError: A bound makes no sense.
 
     Threads: every method is for the scheduler thread; none but `drain` and `close` waits.
+    Submitting and polling take no lock, unless a deadline has passed or a thread is missing.
     """
 
     def __init__(
@@ -111,6 +108,7 @@ class Transfers:
         extra = limits.num_extra_threads
         self._tier = tier
         self._clock = clock
+        self._errors = StandingErrors(tier.name)
         self._limits = limits
         self._max_queued_write_bytes = max_queued_write_bytes
         self._breaker = Breaker(
@@ -160,7 +158,7 @@ class Transfers:
         """
         move = Move(_WRITE, key, data, data.nbytes, deadline_s)
         if self._queue.write_bytes + move.num_bytes > self._max_queued_write_bytes:
-            return None  # only this thread adds bytes, so no lock is needed to ask
+            return None
         return self._submit(move)
 
     def delete(self, key: ChunkKey) -> int:
@@ -173,20 +171,15 @@ class Transfers:
         move.ticket = ticket = self._next_ticket
         move.submitted_s = now_s
         self._next_ticket += 1
-        start_one = False
-        with self._lock:
-            if self._crew.closed:
-                self._report(move, self._closed_error(move.key), now_s)
-            elif not self._crew.can_serve or not self._breaker.available(now_s):
-                self._report(move, self._refusal(move.key), now_s)
-            else:
-                self._moves[ticket] = move
-                self._queue.add(move)
-                start_one = self._crew.wake()
-        if move.state is not _ENDED:
+        if self._crew.closed:
+            self._report(move, self._errors.closed, now_s)
+        elif not self._crew.can_serve or not self._breaker.available(now_s):
+            self._report(move, self._errors.left_alone, now_s)
+        else:
+            self._moves[ticket] = move
             self._note_deadline(move)
-        if start_one:
-            self._crew.start_one()
+            self._queue.add(move)  # from here on a mover may have it
+            self._crew.wake(move.op)
         return ticket
 
     def _note_deadline(self, move: Move) -> None:
@@ -210,15 +203,12 @@ class Transfers:
         due = bool(self._deadlines) and self._deadlines[0][0] <= now_s
         if not (self._done or due or self._crew.needs_care):
             return []
-        with self._lock:
-            out = self._expire(now_s, max_outcomes) if due else []
-            start_one = self._crew.care()
-            if not self._crew.can_serve:
-                self._end_queued(self._refusal, max_outcomes, now_s)
-            while self._done and len(out) < max_outcomes:
-                out.append(self._done.popleft())
-        if start_one:
-            self._crew.start_one()
+        out: list[Done] = []
+        if due or self._crew.needs_care:
+            self._care(out, now_s, max_outcomes)
+        done = self._done  # only this thread takes from it: no lock
+        while done and len(out) < max_outcomes:
+            out.append(done.popleft())
         return out
 
     def take_released(self) -> list[int]:
@@ -229,23 +219,36 @@ class Transfers:
             released, self._released = self._released, []
         return released
 
-    def _expire(self, now_s: float, max_outcomes: int) -> list[Done]:
+    def _care(self, out: list[Done], now_s: float, max_outcomes: int) -> None:
+        with self._lock:
+            self._expire(out, now_s, max_outcomes)
+            start_one = self._crew.care()
+            if not self._crew.can_serve:
+                self._end_queued(self._errors.left_alone, max_outcomes, now_s)
+        if start_one:
+            self._crew.start_one()
+
+    def _expire(self, out: list[Done], now_s: float, max_outcomes: int) -> None:
         heap, moves = self._deadlines, self._moves
-        out: list[Done] = []
         while heap and heap[0][0] <= now_s and len(out) < max_outcomes:
             _, ticket = heappop(heap)
             move = moves.pop(ticket, None)
             if move is None:
                 continue
-            error = self._timeout(move)
             if move.state is _QUEUED:
                 self._queue.remove(move)
                 move.state, move.buffer = _ENDED, None
-                out.append(self._ended(move, error, now_s))
+                out.append(self._ended(move, self._errors.not_started, now_s))
             else:
-                out.append(self._ended(move, error, now_s, buffer_free=move.op is _DELETE))
+                out.append(
+                    self._ended(
+                        move,
+                        self._errors.still_running,
+                        now_s,
+                        buffer_free=move.buffer is None,
+                    )
+                )
                 self._abandon(move, now_s)
-        return out
 
     def _abandon(self, move: Move, now_s: float) -> None:
         move.state = _ABANDONED
@@ -318,7 +321,7 @@ class Transfers:
     def cancel_queued(self) -> None:
         """End every move that has not started, with `TierUnavailable`. O(queued)."""
         with self._lock:
-            self._end_queued(self._cancelled, len(self._moves), self._clock.now_s())
+            self._end_queued(self._errors.cancelled, len(self._moves), self._clock.now_s())
 
     def drain(self, deadline_s: float) -> bool:
         """Wait until nothing is queued or runs; False if something still does at `deadline_s`.
@@ -343,7 +346,7 @@ class Transfers:
         with self._lock:
             threads = list(crew.threads)
             crew.close()
-            self._end_queued(self._closed_error, len(self._moves), now_s)
+            self._end_queued(self._errors.closed, len(self._moves), now_s)
             crew.wait(lambda: not crew.num_threads, now_s + (deadline_s - now_s) / 2, clock)
         if self._closer is None:
             name = f"undercroft-{self._tier.name}-close"
@@ -368,19 +371,17 @@ class Transfers:
                 self._tier_closed = True
                 self._crew.tell()
 
-    def _end_queued(
-        self, why: Callable[[ChunkKey], KvError], max_outcomes: int, now_s: float
-    ) -> None:
+    def _end_queued(self, error: KvError, max_outcomes: int, now_s: float) -> None:
         queued = (move for move in self._moves.values() if move.state is _QUEUED)
         for move in list(islice(queued, max_outcomes)):
             self._queue.remove(move)
             del self._moves[move.ticket]
-            self._report(move, why(move.key), now_s)
+            self._report(move, error, now_s)
 
     def _report(
         self, move: Move, error: KvError | None, now_s: float, *, found: bool = False
     ) -> None:
-        """Locked. The move has ended and nobody is in its buffer."""
+        """The move has ended and nobody is in its buffer. Locked, if a mover may know it."""
         move.state = _ENDED
         move.buffer = None
         self._done.append(self._ended(move, error, now_s, found=found))
@@ -400,25 +401,6 @@ class Transfers:
         )
         return Done(move.ticket, move.op, outcome, buffer_free)
 
-    def _timeout(self, move: Move) -> KvError:
-        name = self._tier.name
-        where = "not started" if move.state is _QUEUED else "still running"
-        return TierTimeout(
-            f"tier {name!r}: no answer within the deadline ({where})", tier=name, key=move.key
-        )
-
-    def _refusal(self, key: ChunkKey) -> KvError:
-        name = self._tier.name
-        return TierUnavailable(f"tier {name!r} is left alone after failures", tier=name, key=key)
-
-    def _cancelled(self, key: ChunkKey) -> KvError:
-        name = self._tier.name
-        return TierUnavailable(f"tier {name!r}: cancelled before it started", tier=name, key=key)
-
-    def _closed_error(self, key: ChunkKey) -> KvError:
-        name = self._tier.name
-        return TierClosed(f"tier {name!r} is closed", tier=name, key=key)
-
     # --- on the mover threads -----------------------------------------------------------------
 
     def begin(self, move: Move) -> bool:
@@ -426,7 +408,7 @@ class Transfers:
         now_s = self._clock.now_s()
         error: KvError | None = None
         if now_s >= move.deadline_s:
-            error = self._timeout(move)
+            error = self._errors.not_started
         else:
             permit = self._breaker.admit(now_s)
             if permit is not None:
@@ -435,7 +417,7 @@ class Transfers:
                 move.permit = permit
                 self._num_running += 1
                 return True
-            error = self._refusal(move.key)
+            error = self._errors.left_alone
         self._queue.leave(move)
         del self._moves[move.ticket]
         self._report(move, error, now_s)
