@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,11 +91,22 @@ def test_a_rank_killed_at_any_step_does_not_disturb_the_next_start(directory: Pa
     """SIGKILL of the creating rank before each of its steps: the next engine simply starts."""
     step = 0
     while _die_at(step, lambda: join(config(directory), 0)):
+        _check_not_used_again(directory)
         _start_whole_engine(directory)
         step += 1
     assert step > 12
     assert len(list(directory.iterdir())) == 1  # a dead, joined rank
     _start_whole_engine(directory)
+
+
+def _check_not_used_again(directory: Path) -> None:
+    """Whatever bytes a dead start left are not those of the next one."""
+    for left in directory.iterdir():
+        with left.open("rb") as held:  # so that its inode is not given out again
+            if held.read(1):
+                region = join(config(directory), 0)
+                assert not os.path.samestat(os.fstat(held.fileno()), left.stat())
+                region.close()
 
 
 def test_a_scheduler_killed_at_any_step_leaves_nothing_behind(directory: Path) -> None:
@@ -243,6 +256,90 @@ def test_twins_whose_ranks_interleave_both_refuse(directory: Path) -> None:
         for one in (a0, b1):
             one.ask("close")
     assert list(directory.iterdir()) == []
+
+
+def test_twins_that_start_again_and_again_each_see_their_own_bytes(directory: Path) -> None:
+    """Three processes with one engine_id, each starting engine after engine: none shares bytes."""
+
+    def starts(me: int) -> None:
+        for turn in range(12):
+            wanted = config(directory)
+            rank, scheduler = join(wanted, 0, 60), join(wanted, "scheduler", 60)
+            scheduler.wait_joined(1)
+            rank.wait_joined(1)
+            token = bytes([me, turn])
+            assert bytes(scheduler.buffer[1000:1002]) == bytes(2)
+            rank.buffer[1000:1002] = token
+            time.sleep(0.002)
+            assert bytes(scheduler.buffer[1000:1002]) == token
+            rank.close()
+            scheduler.close()
+
+    context = multiprocessing.get_context("fork")
+    twins = [context.Process(target=starts, args=(me,)) for me in (1, 2, 3)]
+    for twin in twins:
+        twin.start()
+    for twin in twins:
+        twin.join(60)
+    assert [twin.exitcode for twin in twins] == [0, 0, 0]
+
+
+def test_a_file_replaced_between_opening_and_its_door_is_not_entered(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever was about to enter a file that somebody just removed tries again with the new one."""
+    path = region_path(directory, "engine")
+    try_lock = rendezvous._try_lock
+
+    def slow(fd: int, byte: int) -> bool:
+        monkeypatch.setattr(rendezvous, "_try_lock", try_lock)
+        path.unlink()
+        path.touch(0o600)
+        return try_lock(fd, byte)
+
+    monkeypatch.setattr(rendezvous, "_try_lock", slow)
+    lock = SeatLock(path, 0)
+    assert not lock.open_door(create=True)
+    assert lock.open_door(create=True)
+    assert os.path.samestat(os.fstat(lock.fd), path.stat())
+    lock.leave()
+    assert not path.exists()
+
+
+def test_the_reason_given_is_the_last_real_one(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A door that happens to be busy at the deadline does not hide why the wait was needed."""
+    answers = iter([region_entry.Waiting("the seat is taken"), region_entry._DOOR_BUSY])
+    monkeypatch.setattr(region_entry.Entrance, "attempt", lambda _: next(answers))
+    with pytest.raises(KvError, match="the seat is taken"):
+        join(config(directory), 0, 0.005)
+
+
+def test_leaving_before_all_joined_takes_the_file_along(directory: Path) -> None:
+    """A failed start removes its file at once, whoever else is in it, and that one learns it."""
+    wanted = config(directory, num_ranks=2)
+    with participants(1) as (other,):
+        other.join(wanted, 1)
+        rank = join(wanted, 0)
+        rank.close()
+        assert list(directory.iterdir()) == []
+        with pytest.raises(RuntimeError, match="rank 0 died"):
+            other.ask("wait", 60)
+    _start_whole_engine(directory, num_ranks=2)
+
+
+def test_leaving_while_another_is_at_the_door_leaves_the_file_to_it(directory: Path) -> None:
+    """The name is only taken away with the door held."""
+    rank = join(config(directory), 0)
+    path = region_path(directory, "engine")
+    other = SeatLock(path, 1)
+    assert other.open_door(create=False)
+    rank.close()
+    assert path.exists()
+    assert not other.is_live(0)
+    other.leave()
+    assert not path.exists()
 
 
 def test_a_second_start_in_this_process_is_told_whose_seat_it_wants(directory: Path) -> None:

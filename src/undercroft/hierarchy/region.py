@@ -194,7 +194,7 @@ class Region:
     def close(self) -> None:
         """Leave. Twice is fine, and so are views made of `buffer`, which stay valid; it does not.
 
-        Before everybody has joined, the last one to leave removes the file. Blocks at most 1 s.
+        Before everybody has joined it removes the file, which nobody can complete any more. Blocks at most 1 s.
         """
         with self._reporting:
             if self._is_closed:

@@ -84,7 +84,6 @@ class SeatLock:
         self.path = path
         self.seat = seat
         self._fd = -1
-        self._pid = os.getpid()
         hook = weakref.WeakMethod(self._forget_in_child)
 
         def after_fork() -> None:
@@ -174,13 +173,15 @@ class SeatLock:
             os.close(fd)
 
     def leave(self) -> None:
-        """Give the seat up, and remove the file if nobody else is in it. Twice is fine.
+        """Give the seat up, and remove the file if it still has its name. Twice is fine.
 
-        In a forked child it does nothing: the seat is the parent's.
+        A file with an empty seat can never be complete, so whoever else is in it loses nothing. If
+        somebody is at the door, the file is left to them: they find the seat dead. In a forked
+        child this does nothing: the seat is the parent's.
         """
-        if self._fd < 0 or self._pid != os.getpid():
+        if self._fd < 0:
             return
-        if _try_lock(self._fd, _DOOR_BYTE) and self.is_deserted():
+        if _try_lock(self._fd, _DOOR_BYTE):
             self.unlink()
         self.abandon()
 
