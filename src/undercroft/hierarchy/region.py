@@ -111,7 +111,7 @@ class Region:
     def ready_bytes(self) -> int:
         """Length of the buffer's prefix whose pages exist. It grows, at most to all of it.
 
-        Cost: ~0.2 us. Threads: any, in every participant.
+        Cost: < 1 us. Threads: any, in every participant.
         """
         try:
             return self._control.ready_bytes
@@ -176,7 +176,7 @@ class Region:
         Returns:
             None if a ring overflowed in between: treat every store that is open as failed.
 
-        Threads: one. Cost: one read of all counters, ~0.3 us, while nothing is new.
+        Threads: one. Cost: one read of all counters, < 1 us, while nothing is new.
         """
         if self._seat != self._num_ranks:
             raise Bug(f"{self._name(self._seat)} takes failed stores")
@@ -194,7 +194,8 @@ class Region:
     def close(self) -> None:
         """Leave. Twice is fine, and so are views made of `buffer`, which stay valid; it does not.
 
-        Before everybody has joined it removes the file, which nobody can complete any more. Blocks at most 1 s.
+        Before everybody has joined it removes the file, which nobody can complete any more. Blocks
+        at most 1 s.
         """
         with self._reporting:
             if self._is_closed:

@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import secrets
+import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ class Entrance:
         self.clock = clock
         self._chunk_bytes = chunk_bytes
         self._is_rank = lock.seat < config.num_ranks
+        self._has_collected = False
         self._taken: tuple[mmap.mmap, Growth | None] | None = None
 
     def pass_through(self, deadline: float) -> None:
@@ -132,13 +134,14 @@ class Entrance:
             return Waiting(
                 f"{self.lock.path} is held by a live process of another version", ConfigError
             )
-        dead = [seat for seat in header.joined if not self._lives(seat)]
+        dead = [seat for seat in header.joined if not self.lock.is_taken(seat)]
         if dead or not header.joined:
             return self._remove_stale()
         seat = self.lock.seat
+        difference = header.difference(self.config.shape, self.config.identity)
         if self.lock.is_taken(seat):
-            return self._wait_for_seat(header)
-        if (difference := header.difference(self.config.shape, self.config.identity)) is not None:
+            return self._wait_for_seat(header, difference)
+        if difference is not None:
             raise ConfigError(
                 f"host region of engine {self.config.engine_id}: "
                 f"{seat_name(seat, self.config.num_ranks)} and those already there differ: "
@@ -149,9 +152,6 @@ class Entrance:
             names = ", ".join(f"rank {rank}" for rank in header.missing())
             return Waiting(f"{names} did not join; ranks join before the scheduler")
         return None
-
-    def _lives(self, seat: int) -> bool:
-        return self.lock.is_taken(seat)  # our own lock on it is not taken yet
 
     def _remove_stale(self) -> Waiting:
         size = os.fstat(self.lock.fd).st_blocks * 512
@@ -165,15 +165,18 @@ class Entrance:
             )
         return Waiting("a stale region was just removed")
 
-    def _wait_for_seat(self, header: Header) -> Waiting:
+    def _wait_for_seat(self, header: Header, difference: str | None) -> Waiting:
         offset = header.shape.process_id_offset(self.lock.seat)
-        pid = int.from_bytes(os.pread(self.lock.fd, 8, offset), "little")
-        if pid == os.getpid():
+        pid = int.from_bytes(os.pread(self.lock.fd, 8, offset), sys.byteorder)
+        is_own = pid == os.getpid()
+        if is_own and not self._has_collected:
+            self._has_collected = True
             gc.collect()  # a failed start in this process, unreachable but not yet collected
         return Waiting(
             f"{seat_name(self.lock.seat, self.config.num_ranks)} is already there, in live process "
-            f"{pid}{' (this one)' if pid == os.getpid() else ''}: another engine with the same "
-            "engine_id is starting, or an earlier start was not closed",
+            f"{pid}{' (this one)' if is_own else ''}: another engine with the same engine_id is "
+            "starting, or an earlier start was not closed"
+            + (f"; it also differs: {difference}" if difference else ""),
             ConfigError,
         )
 
