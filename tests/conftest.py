@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import os
 import random
@@ -19,6 +20,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,7 +30,6 @@ import pytest
 
 SEED_VARIABLE = "UNDERCROFT_TEST_SEED"
 OUR_PREFIXES = ("undercroft", "vllm_offload")
-OUR_SOURCES = os.sep + "undercroft" + os.sep
 GRACE_S = float(os.environ.get("UNDERCROFT_TEST_GRACE_S", "3"))
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -116,10 +117,19 @@ def used_elsewhere(name: str) -> bool:
     return False
 
 
+@cache
+def library_folder() -> str:
+    """The folder that holds the library's modules, with a separator at its end."""
+    found = importlib.util.find_spec("undercroft")
+    if found is None or found.origin is None:
+        raise RuntimeError("undercroft is not installed here: run the tests with `make test`")
+    return str(Path(found.origin).parent) + os.sep
+
+
 def runs_our_code(frame: FrameType | None) -> bool:
     """Whether any function on this stack is the library's."""
     while frame is not None:
-        if OUR_SOURCES in frame.f_code.co_filename:
+        if frame.f_code.co_filename.startswith(library_folder()):
             return True
         frame = frame.f_back
     return False

@@ -16,12 +16,19 @@ import pytest
 LEAKY = """
 import threading
 from pathlib import Path
+from undercroft.clock import SystemClock
 
 def test_leaves_a_file():
     Path("/dev/shm/undercroft-{token}").write_bytes(b"x")
 
 def test_leaves_a_thread():
     threading.Thread(target=threading.Event().wait, name="undercroft-leak", daemon=True).start()
+
+def test_leaves_the_library_running():
+    threading.Thread(target=SystemClock().sleep, args=(60,), name="nameless", daemon=True).start()
+
+def test_leaves_a_thread_of_its_own():
+    threading.Thread(target=threading.Event().wait, name="not-ours", daemon=True).start()
 
 def test_fails(rng):
     assert rng.random() > 1
@@ -71,9 +78,13 @@ def test_leftovers_fail_the_run(tmp_path: Path) -> None:
     finally:
         leaked.unlink(missing_ok=True)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 failed, 2 passed, 1 error" in done.stdout
+    assert "1 failed, 4 passed, 1 error" in done.stdout
     assert f"{leaked}, first seen after test_leaky.py::test_leaves_a_file" in done.stdout
-    assert "thread 'undercroft-leak', first seen after test_leaky.py::test_leaves" in done.stdout
+    assert (
+        "thread 'undercroft-leak', first seen after test_leaky.py::test_leaves_a_th" in done.stdout
+    )
+    assert "thread 'nameless', first seen after test_leaky.py::test_leaves_the_l" in done.stdout
+    assert "not-ours" not in done.stdout
     assert "UNDERCROFT_TEST_SEED=7 and test_leaky.py::test_fails" in done.stdout
 
 

@@ -29,8 +29,9 @@ LONG_FUNCTIONS: dict[str, int] = {}
 
 # Words that say nothing: not in the name of a class or a module.
 BANNED_WORDS = {"manager", "handler", "spec", "context", "metadata", "utils", "util"}
-# Names that the engine's own interface forces on us, and only where we speak to that engine.
-FORCED_NAMES = {"engines/vllm": {"UndercroftSpec"}}
+# Names that follow the engine's own interface (`OffloadingSpec`, `LoadStoreSpec`), and only where
+# we speak to that engine.
+FORCED_NAMES = {"engines/vllm": {"UndercroftSpec", "SlotSpec", "transfer_spec"}}
 # Words of other systems for which we have one of our own: not in any identifier we define.
 FOREIGN_NAMES = re.compile(r"(^|_)(ref_?cnt|perc|medium_id|block_hash_to)(_|$)")
 
@@ -82,7 +83,9 @@ def tracked() -> tuple[Path, ...]:
 
 @cache
 def project() -> dict[str, object]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    """The `[project]` table of pyproject.toml."""
+    table: dict[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return table
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST, int]]:
