@@ -31,7 +31,16 @@ LONG_FUNCTIONS: dict[str, int] = {}
 BANNED_WORDS = {"manager", "handler", "spec", "context", "metadata", "utils", "util"}
 # Names that follow the engine's own interface (`OffloadingSpec`, `LoadStoreSpec`), and only where
 # we speak to that engine.
-FORCED_NAMES = {"engines/vllm": {"UndercroftSpec", "SlotSpec", "transfer_spec"}}
+FORCED_NAMES = {
+    "engines/vllm": {
+        "UndercroftManager",
+        "UndercroftSpec",
+        "SlotSpec",
+        "manager",
+        "spec",
+        "transfer_spec",
+    }
+}
 # Words of other systems for which we have one of our own: not in any identifier we define.
 FOREIGN_NAMES = re.compile(r"(^|_)(ref_?cnt|perc|medium_id|block_hash_to)(_|$)")
 

@@ -16,7 +16,7 @@ from undercroft.errors import ConfigError
 from undercroft.identity.weights import Fingerprint
 from undercroft.keys import Namespace
 
-__all__ = ["EngineFacts", "KeyHash", "first_difference", "key_hash", "namespace"]
+__all__ = ["MANIFEST_FORMAT", "EngineFacts", "KeyHash", "first_difference", "key_hash", "namespace"]
 
 MANIFEST_FORMAT = 1
 """Raised when a field is added to the manifest, renamed, or changes its meaning."""

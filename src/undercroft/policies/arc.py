@@ -54,6 +54,9 @@ class Arc:
         self._lengths = [0, 0, 0, 0]
         self._target_t1 = 0.0  # the paper's p
 
+    def __contains__(self, key: ChunkKey) -> bool:
+        return 0 <= self._store.owner_of(key) < _B1
+
     def on_insert(self, key: ChunkKey) -> None:
         """Into T1, or into T2 if it comes back as a ghost, which moves p."""
         owner = self._store.owner_of(key)

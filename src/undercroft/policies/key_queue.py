@@ -168,6 +168,10 @@ class KeyQueue:
             return key
         raise Bug("the first key of an empty queue")
 
+    def __contains__(self, key: ChunkKey) -> bool:
+        """Whether `key` is in this queue. Cost: one dict lookup."""
+        return self._store.owner_of(key) == self._queue_id
+
     def __iter__(self) -> Iterator[ChunkKey]:
         """The keys, oldest first, lazily. Any change invalidates the iterator."""
         index = self._head

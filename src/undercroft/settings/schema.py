@@ -20,7 +20,20 @@ __all__ = [
     "TIER_OPTIONS",
     "Key",
     "Kind",
+    "anything",
+    "capacity",
+    "chosen",
+    "count",
+    "flag",
+    "locality",
+    "objects",
+    "positive",
+    "ratio",
     "refuse_unknown",
+    "seconds",
+    "size",
+    "size_or_zero",
+    "text",
 ]
 
 Kind = Callable[[object, str], Any]
