@@ -20,7 +20,20 @@ __all__ = [
     "TIER_OPTIONS",
     "Key",
     "Kind",
+    "anything",
+    "capacity",
+    "chosen",
+    "count",
+    "flag",
+    "locality",
+    "objects",
+    "positive",
+    "ratio",
     "refuse_unknown",
+    "seconds",
+    "size",
+    "size_or_zero",
+    "text",
 ]
 
 Kind = Callable[[object, str], Any]
@@ -50,25 +63,30 @@ class Key:
     meaning: str
 
 
-def _size(value: object, where: str) -> int:
+def size(value: object, where: str) -> int:
+    """A size in bytes, > 0."""
     return parse_size(value, where)
 
 
-def _size_or_zero(value: object, where: str) -> int:
+def size_or_zero(value: object, where: str) -> int:
+    """A size in bytes, 0 included."""
     return 0 if value in (0, "0") else parse_size(value, where)
 
 
-def _capacity(value: object, where: str) -> int | None:
+def capacity(value: object, where: str) -> int | None:
+    """A size in bytes, or the stated default."""
     return None if value is DEFAULT_CAPACITY else parse_size(value, where)
 
 
-def _text(value: object, where: str) -> str:
+def text(value: object, where: str) -> str:
+    """Text that is not empty."""
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(f"{where} is {value!r}, but must be non-empty text")
     return value
 
 
-def _flag(value: object, where: str) -> bool:
+def flag(value: object, where: str) -> bool:
+    """True or false, in the usual words."""
     words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     found = words.get(str(value).strip().lower())
     if found is None or isinstance(value, float):
@@ -76,41 +94,46 @@ def _flag(value: object, where: str) -> bool:
     return found
 
 
-def _count(value: object, where: str) -> int:
+def count(value: object, where: str) -> int:
+    """A whole number, 0 included."""
     number = _number(value)
     if number is None or number < 0 or not number.is_integer():
         raise ConfigError(f"{where} is {value!r}, but must be a whole number >= 0")
     return int(number)
 
 
-def _positive(value: object, where: str) -> int:
+def positive(value: object, where: str) -> int:
+    """A whole number, > 0."""
     number = _number(value)
     if number is None or number < 1 or not number.is_integer():
         raise ConfigError(f"{where} is {value!r}, but must be a whole number >= 1")
     return int(number)
 
 
-def _seconds(value: object, where: str) -> float:
+def seconds(value: object, where: str) -> float:
+    """Seconds, > 0."""
     number = _number(value)
     if number is None or number <= 0:
         raise ConfigError(f"{where} is {value!r}, but must be a number of seconds > 0")
     return number
 
 
-def _ratio(value: object, where: str) -> float:
+def ratio(value: object, where: str) -> float:
+    """A share, in (0, 1]."""
     number = _number(value)
     if number is None or not 0 < number <= 1:
         raise ConfigError(f"{where} is {value!r}, but must be a ratio above 0 and up to 1")
     return number
 
 
-def _locality(value: object, where: str) -> str:
+def locality(value: object, where: str) -> str:
+    """`LOCAL` or `REMOTE`."""
     if value not in _LOCALITIES:
         raise ConfigError(f"{where} is {value!r}, but must be {' or '.join(_LOCALITIES)}")
     return str(value)
 
 
-def _objects(value: object, where: str) -> list[dict[str, Any]]:
+def objects(value: object, where: str) -> list[dict[str, Any]]:
     """A list of objects, or its JSON text; copied one level deep."""
     if isinstance(value, str):
         value = _decoded(value, where)
@@ -125,18 +148,19 @@ def _objects(value: object, where: str) -> list[dict[str, Any]]:
     return [dict(item) for item in value]
 
 
-def _anything(value: object, _where: str) -> object:
+def anything(value: object, _where: str) -> object:
+    """Whatever was written."""
     return value
 
 
-def _chosen(value: object, where: str) -> tuple[str, Mapping[str, Any]]:
+def chosen(value: object, where: str) -> tuple[str, Mapping[str, Any]]:
     """A plug-in's name, or an object (or its JSON text) with `type` and the plug-in's options."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = _decoded(value, where)
     if isinstance(value, Mapping):
         options = dict(value)
-        return _text(options.pop("type", None), f"{where}.type"), options
-    return _text(value, where), {}
+        return text(options.pop("type", None), f"{where}.type"), options
+    return text(value, where), {}
 
 
 def _decoded(value: str, where: str) -> object:
@@ -162,27 +186,27 @@ def _table(*keys: Key) -> Mapping[str, Key]:
 
 
 KEYS: Mapping[str, Key] = _table(
-    Key("host", _size, "required", "Host memory of one replica, all its ranks together."),
-    Key("policy", _text, "lru", "Eviction policy of host memory."),
-    Key("admission", _chosen, "always", "Which chunks may enter host memory."),
-    Key("tiers", _objects, "[]", "Tiers below host memory, nearest first."),
-    Key("model_id", _text, "found out", "Says which weights these are, instead of a fingerprint."),
-    Key("offload_prompt_only", _flag, "true", "Keep prompts only, not generated tokens."),
+    Key("host", size, "required", "Host memory of one replica, all its ranks together."),
+    Key("policy", text, "lru", "Eviction policy of host memory."),
+    Key("admission", chosen, "always", "Which chunks may enter host memory."),
+    Key("tiers", objects, "[]", "Tiers below host memory, nearest first."),
+    Key("model_id", text, "found out", "Says which weights these are, instead of a fingerprint."),
+    Key("offload_prompt_only", flag, "true", "Keep prompts only, not generated tokens."),
     Key(
         "self_describing_kv_events",
-        _flag,
+        flag,
         "false",
         "KV cache events carry token ids and parent hashes, if the engine sends events at all.",
     ),
-    Key("lookup_deadline_s", _seconds, "0.02", "Longest wait for a remote tier to answer a lookup."),
-    Key("promote_deadline_s", _seconds, "2", "Longest wait for a chunk to come up from a tier."),
-    Key("drain_deadline_s", _seconds, "1", "Longest wait for transfers under way when resetting."),
-    Key("shutdown_deadline_s", _seconds, "3", "Longest wait for transfers under way at the end."),
-    Key("join_deadline_s", _seconds, "60", "Longest wait for all ranks to join host memory."),
-    Key("restore_share", _ratio, "1", "Share of host memory that promotions may hold at once."),
+    Key("lookup_deadline_s", seconds, "0.02", "Longest wait for a remote tier to answer a lookup."),
+    Key("promote_deadline_s", seconds, "2", "Longest wait for a chunk to come up from a tier."),
+    Key("drain_deadline_s", seconds, "1", "Longest wait for transfers under way when resetting."),
+    Key("shutdown_deadline_s", seconds, "3", "Longest wait for transfers under way at the end."),
+    Key("join_deadline_s", seconds, "60", "Longest wait for all ranks to join host memory."),
+    Key("restore_share", ratio, "1", "Share of host memory that promotions may hold at once."),
     Key(
         "max_queued_write_bytes",
-        _size,
+        size,
         "a quarter of host",
         "Bytes that may wait to be written to tiers; what exceeds it is not cascaded.",
     ),
@@ -190,38 +214,38 @@ KEYS: Mapping[str, Key] = _table(
 """What may be written at the top, by name."""
 
 TIER_KEYS: Mapping[str, Key] = _table(
-    Key("type", _text, "required", "Which tier."),
-    Key("name", _text, "its type", "What metrics and log lines call it; unique."),
-    Key("capacity", _capacity, "required", "Bytes it may hold; never exceeded."),
-    Key("policy", _text, "lru", "Eviction policy of this tier."),
-    Key("admission", _chosen, "always", "Which chunks may enter this tier."),
-    Key("events", _flag, "true", "Report what it stores and removes, if the engine sends events."),
-    Key("locality", _locality, _NO_DEFAULT, "LOCAL or REMOTE, as its events say."),
+    Key("type", text, "required", "Which tier."),
+    Key("name", text, "its type", "What metrics and log lines call it; unique."),
+    Key("capacity", capacity, "required", "Bytes it may hold; never exceeded."),
+    Key("policy", text, "lru", "Eviction policy of this tier."),
+    Key("admission", chosen, "always", "Which chunks may enter this tier."),
+    Key("events", flag, "true", "Report what it stores and removes, if the engine sends events."),
+    Key("locality", locality, _NO_DEFAULT, "LOCAL or REMOTE, as its events say."),
 )
 """What may be written in an entry of `tiers`, whatever its type."""
 
 TIER_OPTIONS: Mapping[str, Mapping[str, Key]] = {
     "memory": {},
     "disk": _table(
-        Key("path", _text, "required", "Folder on a local disk; several engines may share it."),
+        Key("path", text, "required", "Folder on a local disk; several engines may share it."),
         Key(
             "free_space_floor",
-            _size_or_zero,
+            size_or_zero,
             "the tier's",
             "Bytes of the file system left to others.",
         ),
-        Key("num_threads", _positive, "the tier's", "Threads that read and write."),
-        Key("direct", _flag, "the tier's", "Bypass the page cache where the file system lets us."),
+        Key("num_threads", positive, "the tier's", "Threads that read and write."),
+        Key("direct", flag, "the tier's", "Bypass the page cache where the file system lets us."),
     ),
 }
 """What else may be written, by type. A type that is not here takes its options unchecked."""
 
 ENGINE_KEYS: Mapping[str, Key] = _table(
-    Key("block_size", _positive, "the engine's", "Tokens per chunk."),
-    Key("blocks_per_chunk", _positive, "1", "Blocks per chunk."),
-    Key("canonical_layout", _flag, "false", "Store pages as if there were one rank."),
-    Key("spec_name", _text, _NO_DEFAULT, "The class vLLM loads."),
-    Key("spec_module_path", _text, _NO_DEFAULT, "The module vLLM loads it from."),
+    Key("block_size", positive, "the engine's", "Tokens per chunk."),
+    Key("blocks_per_chunk", positive, "1", "Blocks per chunk."),
+    Key("canonical_layout", flag, "false", "Store pages as if there were one rank."),
+    Key("spec_name", text, _NO_DEFAULT, "The class vLLM loads."),
+    Key("spec_module_path", text, _NO_DEFAULT, "The module vLLM loads it from."),
 )
 """Keys the engine reads itself, from `kv_connector_extra_config` only."""
 
