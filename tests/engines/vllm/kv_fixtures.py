@@ -3,6 +3,8 @@
 `expected_page` reads through torch, independently of the code under test.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
@@ -11,7 +13,9 @@ NUM_BLOCKS = 96
 KINDS = ("overlaid", "padded", "interleaved", "packed", "odd", "big")
 
 
-def _tensor(num_blocks, page, stride=None, storage=None, offset=0):
+def _tensor(
+    num_blocks: Any, page: Any, stride: Any = None, storage: Any = None, offset: Any = 0
+) -> Any:
     stride = page if stride is None else stride
     if storage is None:
         storage = torch.zeros(num_blocks * stride, dtype=torch.int8).untyped_storage()
@@ -20,7 +24,7 @@ def _tensor(num_blocks, page, stride=None, storage=None, offset=0):
     return CanonicalKVCacheTensor(tensor, page)
 
 
-def kv_caches(kind, seed=0):
+def kv_caches(kind: Any, seed: Any = 0) -> Any:
     """Caches with random bytes; 1 to 3 groups, several of them over the same tensors."""
     if kind == "overlaid":  # groups overlay each other's tensors, as Gemma 3
         tensors = [_tensor(NUM_BLOCKS, 512) for _ in range(3)]
@@ -50,7 +54,7 @@ def kv_caches(kind, seed=0):
     return caches
 
 
-def scramble(caches, seed):
+def scramble(caches: Any, seed: Any) -> None:
     """Fill all of the engine's bytes, padding included, with new random ones."""
     rng = np.random.default_rng(seed)
     for cache in caches.tensors:
@@ -59,7 +63,7 @@ def scramble(caches, seed):
         whole.copy_(torch.from_numpy(rng.integers(0, 256, len(whole), np.uint8)))
 
 
-def block_bytes(caches, group, block_id):
+def block_bytes(caches: Any, group: Any, block_id: Any) -> Any:
     """The bytes of one block that count for `group`: a list, one `bytes` per ref."""
     return [
         caches.tensors[ref.tensor_idx].tensor[block_id, : ref.page_size_bytes].numpy().tobytes()
@@ -67,7 +71,7 @@ def block_bytes(caches, group, block_id):
     ]
 
 
-def chunk_page(caches, group, chunk, position, blocks_per_chunk):
+def chunk_page(caches: Any, group: Any, chunk: Any, position: Any, blocks_per_chunk: Any) -> Any:
     """The pages at `position` of a stored chunk (bytes), as docs/reference/chunk-layout.md says."""
     pages, offset = [], 0
     for ref in caches.group_data_refs[group]:
@@ -77,9 +81,13 @@ def chunk_page(caches, group, chunk, position, blocks_per_chunk):
     return pages
 
 
-def all_bytes(caches):
-    """All of the engine's bytes, padding included, one array per tensor."""
-    return [
-        torch.tensor([], dtype=torch.uint8).set_(cache.tensor.untyped_storage()).numpy().copy()
+def all_bytes(caches: Any) -> Any:
+    """A copy of all of the engine's bytes, padding included, one array per storage."""
+    storages = {
+        cache.tensor.untyped_storage().data_ptr(): cache.tensor.untyped_storage()
         for cache in caches.tensors
+    }
+    return [
+        torch.tensor([], dtype=torch.uint8).set_(storage).numpy().copy()
+        for storage in storages.values()
     ]

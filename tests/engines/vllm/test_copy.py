@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from undercroft.engines.vllm.copy import STEP_BYTES, Span, copy_pages, copy_page
 from undercroft.errors import Bug
 
 
-def _copy(way, page_bytes, target_offsets, source_offsets, size):
+def _copy(way: Any, page_bytes: Any, target_offsets: Any, source_offsets: Any, size: Any) -> Any:
     """Run a copy and the obvious one beside it; return both targets and the bytes reported."""
     rng = np.random.default_rng(1)
     source = rng.integers(0, 256, size, np.uint8)
@@ -15,14 +17,12 @@ def _copy(way, page_bytes, target_offsets, source_offsets, size):
     expected = target.copy()
     for to, of in zip(target_offsets.ravel(), source_offsets.ravel(), strict=True):
         expected[to : to + page_bytes] = source[of : of + page_bytes]
-    steps = list(
-        way(Span.of(target), target_offsets, Span.of(source), source_offsets, page_bytes)
-    )
+    steps = list(way(Span.of(target), target_offsets, Span.of(source), source_offsets, page_bytes))
     return target, expected, steps
 
 
 @st.composite
-def _jobs(draw):
+def _jobs(draw: Any) -> Any:
     page_bytes = draw(st.sampled_from([1, 7, 64, 100, 2048, 30_000]))
     rows, columns = draw(st.integers(1, 12)), draw(st.integers(1, 5))
     count, places = rows * columns, 2 * rows * columns
@@ -45,7 +45,7 @@ def _jobs(draw):
 @pytest.mark.parametrize("way", [copy_pages, copy_pages_singly])
 @settings(max_examples=60, deadline=None)
 @given(job=_jobs())
-def test_it_copies_those_pages_and_nothing_else(way, job):
+def test_it_copies_those_pages_and_nothing_else(way: Any, job: Any) -> None:
     """Whatever the pattern of addresses, the target differs in exactly the named pages."""
     page_bytes, to, of, size = job
     target, expected, steps = _copy(way, page_bytes, to, of, size)
@@ -56,7 +56,9 @@ def test_it_copies_those_pages_and_nothing_else(way, job):
 @pytest.mark.parametrize("way", [copy_pages, copy_pages_singly])
 @pytest.mark.parametrize("side", ["target", "source"])
 @pytest.mark.parametrize("bad", [-1, 4096 - 63])
-def test_an_offset_outside_is_refused_before_anything_is_copied(way, side, bad):
+def test_an_offset_outside_is_refused_before_anything_is_copied(
+    way: Any, side: Any, bad: Any
+) -> None:
     """A page that would reach past either end raises `Bug`; the target is as it was."""
     source, target = np.ones(4096, np.uint8), np.zeros(4096, np.uint8)
     good, wrong = np.array([[0, 64]]), np.array([[0, bad]])
@@ -66,7 +68,7 @@ def test_an_offset_outside_is_refused_before_anything_is_copied(way, side, bad):
     assert not target.any()
 
 
-def test_no_pages_is_nothing():
+def test_no_pages_is_nothing() -> None:
     """An empty job copies nothing and ends at once."""
     none = np.empty((0, 3), np.int64)
     _, _, steps = _copy(copy_pages, 64, none, none, 128)
@@ -74,7 +76,7 @@ def test_no_pages_is_nothing():
 
 
 @pytest.mark.parametrize("spread", [1, 3])
-def test_a_big_copy_comes_in_steps(spread):
+def test_a_big_copy_comes_in_steps(spread: Any) -> None:
     """No step copies more than twice `STEP_BYTES`, so that others get their turn."""
     page_bytes = 64 << 10
     count = 5 * STEP_BYTES // page_bytes // 2

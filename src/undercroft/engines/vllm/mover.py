@@ -15,11 +15,8 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from undercroft.clock import Clock
 from undercroft.errors import Bug, KvError
-from undercroft.layout.plan import Offsets
 
 __all__ = ["Job", "Mover"]
 
@@ -33,16 +30,16 @@ class Job:
     Args:
         job_id: The engine's name for it.
         is_store: Engine to slots; otherwise slots to engine.
-        block_ids: The engine blocks that it reads or writes.
-        slot_offsets: The slots that it writes or reads.
+        blocks: The engine blocks that it reads or writes.
+        slots: The slots that it writes or reads.
         steps: Does the work bit by bit; gives the bytes copied by each step.
         on_failure: Told what went wrong, before the job is finished; must not raise.
     """
 
     job_id: int
     is_store: bool
-    block_ids: Offsets
-    slot_offsets: Offsets
+    blocks: frozenset[int]
+    slots: frozenset[int]
     steps: Callable[[], Iterator[int]]
     on_failure: Callable[[Exception], None]
     is_urgent: bool = False
@@ -57,10 +54,7 @@ class Job:
 
     def touches(self, other: Job) -> bool:
         """Whether both use a block or a slot in common."""
-        return bool(
-            np.isin(self.block_ids, other.block_ids).any()
-            or np.isin(self.slot_offsets, other.slot_offsets).any()
-        )
+        return not (self.blocks.isdisjoint(other.blocks) and self.slots.isdisjoint(other.slots))
 
 
 class Mover:

@@ -132,13 +132,13 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
-        blocks, slots = _arrays(job_id, src_spec, dst_spec)
+        slots = _slots(job_id, dst_spec)
         self._mover.submit(
             Job(
                 job_id=job_id,
                 is_store=True,
-                block_ids=blocks,
-                slot_offsets=slots.offsets,
+                blocks=frozenset(src_spec.block_ids.tolist()),
+                slots=frozenset(slots.offsets.tolist()),
                 steps=lambda: self._store_steps(src_spec, slots),
                 on_failure=lambda error: self._store_failed(slots.store_id, error),
             )
@@ -147,13 +147,13 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
 
     @override
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        blocks, slots = _arrays(job_id, dst_spec, src_spec)
+        slots = _slots(job_id, src_spec)
         self._mover.submit(
             Job(
                 job_id=job_id,
                 is_store=False,
-                block_ids=blocks[blocks != _NULL_BLOCK_ID],
-                slot_offsets=slots.offsets,
+                blocks=frozenset(dst_spec.block_ids.tolist()) - {_NULL_BLOCK_ID},
+                slots=frozenset(slots.offsets.tolist()),
                 steps=lambda: self._load_steps(job_id, dst_spec, slots),
                 on_failure=lambda error: _log.error("load job %d failed: %s", job_id, error),
             )
@@ -167,7 +167,7 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
             if job.error is not None and not job.is_store:
                 self._mover.give_back(finished[:index] + finished[index + 1 :])
                 raise KvError(
-                    f"load job {job.job_id} of {len(job.slot_offsets)} chunks could not be copied "
+                    f"load job {job.job_id} of {len(job.slots)} chunks could not be copied "
                     f"into engine blocks: {job.error}. The engine cannot be told that a load "
                     "failed, and must not compute on its blocks: restart it, and report this"
                 ) from job.error
@@ -284,12 +284,10 @@ class _Part(NamedTuple):
     slot_offsets: Offsets
 
 
-def _arrays(
-    job_id: int, engine_spec: GPULoadStoreSpec, slots: LoadStoreSpec
-) -> tuple[Offsets, SlotSpec]:
-    if not isinstance(slots, SlotSpec):
-        raise Bug(f"job {job_id} names its slots by a {type(slots).__name__}, not a SlotSpec")
-    return np.asarray(engine_spec.block_ids, np.int64), slots
+def _slots(job_id: int, spec: LoadStoreSpec) -> SlotSpec:
+    if not isinstance(spec, SlotSpec):
+        raise Bug(f"job {job_id} names its slots by a {type(spec).__name__}, not a SlotSpec")
+    return spec
 
 
 def _engine_span(
