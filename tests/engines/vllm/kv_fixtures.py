@@ -1,13 +1,20 @@
 """Engine tensors of every shape the engine hands over, and the stored bytes they must give.
 
-`expected_page` reads through torch, independently of the code under test.
+`block_bytes` reads through torch, independently of the code under test.
 """
 
+import importlib
+import warnings
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+
+with warnings.catch_warnings():
+    # Importing the engine's connector makes torch warn about itself.
+    warnings.simplefilter("ignore")
+    importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler")
 
 NUM_BLOCKS = 96
 KINDS = ("overlaid", "padded", "interleaved", "packed", "odd", "big")
