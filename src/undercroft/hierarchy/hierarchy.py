@@ -24,12 +24,20 @@ from undercroft.hierarchy.restore import Restores
 from undercroft.hierarchy.slots import SlotState
 from undercroft.keys import ChunkKey
 
-__all__ = ["LEVEL_0", "Hierarchy", "Limits", "StorePlan"]
+__all__ = ["LEVEL_0", "Hierarchy", "Limits", "StorePlan", "failed_chunk"]
 
 _LOG = logging.getLogger(__name__)
 
 LEVEL_0 = "host"
 """The name of level 0 in events, counters and metrics."""
+
+
+_STORE_ID_BITS = 40
+
+
+def failed_chunk(store_id: int, chunk_index: int) -> int:
+    """What workers report when only one chunk of a store failed; its plain id fails it all."""
+    return (chunk_index + 1) << _STORE_ID_BITS | store_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +77,11 @@ class StorePlan:
 @dataclass(slots=True)
 class _Store:
     request: Request
+    keys: list[ChunkKey]
+    """As planned, in the engine's order."""
     slots: dict[ChunkKey, int]
-    """In prefix order."""
+    """What has not ended yet, in prefix order."""
+    failed: set[ChunkKey]
 
 
 class Hierarchy:
@@ -80,8 +91,8 @@ class Hierarchy:
         make_pool: Makes level 0, given whom to tell of evictions.
         levels: Lower levels, nearest first.
         buffer: The bytes of level 0.
-        take_failed_stores: Store ids the workers could not copy, since the last call; None means
-            reports were lost, and every open store counts as failed.
+        take_failed_stores: Store ids, or `failed_chunk`s, that the workers could not copy, since
+            the last call; None means reports were lost, and every open store counts as failed.
     """
 
     def __init__(  # noqa: PLR0913 - the one place where everything is wired
@@ -110,7 +121,6 @@ class Hierarchy:
         self._next_store_id = 1
         self._storing: dict[ChunkKey, int] = {}
         self._stores: dict[int, _Store] = {}
-        self._failed_stores: set[int] = set()
         self._holders: dict[str, Request] = {}
         self._loaders: dict[str, Request] = {}
         self._draining_until: list[tuple[int, list[int]]] = []
@@ -303,7 +313,9 @@ class Hierarchy:
             return StorePlan([], [], 0)
         store_id = self._next_store_id
         self._next_store_id += 1
-        self._stores[store_id] = _Store(request, dict(zip(in_order, slots, strict=True)))
+        self._stores[store_id] = _Store(
+            request, absent, dict(zip(in_order, slots, strict=True)), set()
+        )
         self._storing.update(dict.fromkeys(in_order, store_id))
         request.num_storing += len(in_order)
         by_key = self._stores[store_id].slots
@@ -320,12 +332,12 @@ class Hierarchy:
         for store_id in {self._storing.get(key, 0) for key in keys} - {0}:
             store = self._stores[store_id]
             ended = [(k, slot) for k, slot in store.slots.items() if k in keys]
-            failed = not success or store_id in self._failed_stores
+            failed = store.failed if success else set(store.keys)
             for key, slot in ended:
                 del store.slots[key], self._storing[key]
                 if self.pool.slots.states[slot] == SlotState.DRAINING:
                     self.pool.slots.give_back(slot)
-                elif failed:
+                elif key in failed:
                     self.pool.abandon(key, slot, buffer_free=True)
                     self.counters.dropped_chunks[LEVEL_0, "copy_failed"] += 1
                 else:
@@ -333,7 +345,6 @@ class Hierarchy:
             request.num_storing -= len(ended)
             if not store.slots:
                 del self._stores[store_id]
-                self._failed_stores.discard(store_id)
         self.counters.stored_chunks += len(ready)
         self.counters.stored_bytes += sum(self.pool.slots.size(slot) for _, slot in ready)
         self.fresh.add(request, ready, self._step)
@@ -344,11 +355,19 @@ class Hierarchy:
         self._touch_if_over(request)
 
     def _note_failures(self) -> None:
-        failed = self._take_failed_stores()
-        if failed is None:
-            self._failed_stores = set(self._stores)
-        elif failed:
-            self._failed_stores |= failed & self._stores.keys()
+        reports = self._take_failed_stores()
+        if reports is None:  # some were lost
+            for store in self._stores.values():
+                store.failed.update(store.keys)
+            return
+        for report in reports:
+            store_id = report & ((1 << _STORE_ID_BITS) - 1)
+            chunk_number = report >> _STORE_ID_BITS
+            if store_id in self._stores:
+                store = self._stores[store_id]
+                store.failed.update(
+                    store.keys[chunk_number - 1 : chunk_number] if chunk_number else store.keys
+                )
 
     # --- requests and steps -------------------------------------------------------------------
 

@@ -157,8 +157,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc]
 
     def _allowed(self, key: ChunkKey, tiers: TierFilter, request: Request) -> bool:
         """Whether the request wants hits from where `key` is."""
-        host = tiers.allows(Medium.CPU, Locality.LOCAL)
-        storage = tiers.allows(Medium.STORAGE, Locality.LOCAL)
+        host = bool(tiers.allows(Medium.CPU, Locality.LOCAL))
+        storage = bool(tiers.allows(Medium.STORAGE, Locality.LOCAL))
         if key in request.promoted:
             return storage
         if self.hierarchy.pool.find(key) >= 0 and host:

@@ -14,6 +14,8 @@ from typing import Any
 from typing_extensions import override
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
     OffloadingManager,
     OffloadingMetricMetadata,
     OffloadingSpec,
@@ -22,12 +24,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.version import __version__ as vllm_version
 
-from undercroft.clock import SystemClock
+from undercroft.clock import Clock, SystemClock
 from undercroft.config import check_served, from_engine, to_json
 from undercroft.engines.assemble import Geometry, assemble, tokens_that_fit
 from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, group_key
 from undercroft.engines.vllm.metrics import metric_definitions
 from undercroft.engines.vllm.worker import CpuWorker, chunk_payload_bytes
+from undercroft.hierarchy.hierarchy import failed_chunk
 from undercroft.hierarchy.region import Region, RegionConfig
 from undercroft.hierarchy.slots import SLOT_ALIGNMENT_BYTES
 from undercroft.identity import EngineFacts, key_hash, namespace, weights_fingerprint
@@ -40,6 +43,48 @@ _LOG = logging.getLogger("vllm.undercroft")
 _PAGE = SLOT_ALIGNMENT_BYTES
 _KV_FORMAT = 1
 """Raised when the bytes this adapter stores for a chunk change."""
+
+
+class _RegionWorker(CpuWorker):
+    """A worker that owns this rank's seat in the region."""
+
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        region: Region,
+        blocks_per_chunk: int,
+        join_deadline_s: float,
+        clock: Clock,
+    ) -> None:
+        super().__init__(
+            kv_caches,
+            region=region.buffer,
+            blocks_per_chunk=blocks_per_chunk,
+            report_failed=region.report_failed_store,
+            report_partial=lambda store_id, chunk_index, _num_unwritten: region.report_failed_store(
+                failed_chunk(store_id, chunk_index)
+            ),
+            clock=clock,
+        )
+        self._seat: Region | None = region
+        self._join_deadline_s = join_deadline_s
+
+    @override
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        # The scheduler joins after the workers; before the first byte moves, both are proven to
+        # see the same memory. Once proven this costs nothing.
+        if self._seat is not None:
+            self._seat.wait_joined(self._join_deadline_s)
+        return super().submit_store(job_id, src_spec, dst_spec)
+
+    @override
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._seat is not None:
+            self._seat.close()
+            self._seat = None
 
 
 class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
@@ -85,11 +130,8 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
             deadline_s=self._settings.join_deadline_s,
             clock=self._clock,
         )
-        return CpuWorker(
-            kv_caches,
-            region=region,
-            blocks_per_chunk=self.blocks_per_chunk,
-            clock=self._clock,
+        return _RegionWorker(
+            kv_caches, region, self.blocks_per_chunk, self._settings.join_deadline_s, self._clock
         )
 
     # --- the scheduler ------------------------------------------------------------------------
