@@ -173,14 +173,18 @@ class Root:
             self._files.close(fd)
         try:
             stored = json.loads(data)
+            same_id = isinstance(stored, dict) and Namespace(stored).id == self._namespace.id
         except ValueError:
             logger.warning("%s is unreadable and is written anew", path)
             return False
-        wanted = json.loads(self._namespace.text)
-        difference = first_difference(wanted, stored)
-        if difference:
-            raise ConfigError(f"{path} describes another namespace: {difference}")
-        return True
+        difference = first_difference(json.loads(self._namespace.text), stored)
+        if not difference:
+            return True
+        if same_id:
+            raise ConfigError(f"{path} describes another namespace of this id: {difference}")
+        # The directory is named after its manifest's digest, and this one has another: damaged.
+        logger.warning("%s was altered (%s) and is written anew", path, difference)
+        return False
 
     def _write_manifest(self) -> None:
         path = f"{self.directory}/manifest.json"

@@ -18,6 +18,8 @@ __all__ = [
 ]
 
 _MIN_SLOTS = 8
+_CHEAP_SLOTS = 32
+_FEWEST_SEGMENTS = 8
 _NAMES_BYTES = 256
 _MAX_SEGMENTS = 256
 _SEGMENTS_WANTED = 64
@@ -103,10 +105,15 @@ class Wanted:
     num_replicas: int
 
     def target_slots(self, record_bytes: int) -> int:
-        """Slots of an ordinary segment: 1/64 of the capacity, and few enough to keep open."""
+        """Slots of an ordinary segment: 1/64 of the capacity, and few enough to keep open.
+
+        Where that is few slots, up to 32, so that the index costs little, but at most 1/8 of the
+        capacity, so that sizes can share it.
+        """
         largest = max(_MAX_SEGMENT_BYTES, self.capacity_bytes // _MAX_SEGMENTS)
         target = min(self.capacity_bytes // _SEGMENTS_WANTED, largest)
-        return max(_MIN_SLOTS, target // record_bytes)
+        cheap = min(_CHEAP_SLOTS, self.capacity_bytes // _FEWEST_SEGMENTS // record_bytes)
+        return max(_MIN_SLOTS, cheap, target // record_bytes)
 
     def room_bytes(self, usage: Usage, namespace: str, own_planned_bytes: int) -> int:
         """How much this process may add: within the capacity, its namespace's share, its own."""
