@@ -22,6 +22,7 @@ from undercroft.hierarchy.pool import Pool
 from undercroft.hierarchy.request import Answer, Lookup, Request
 from undercroft.hierarchy.restore import Restores
 from undercroft.hierarchy.slots import SlotState
+from undercroft.key_table import SHARD_SHIFT
 from undercroft.keys import ChunkKey
 
 __all__ = ["LEVEL_0", "Hierarchy", "Limits", "StorePlan", "failed_chunk"]
@@ -33,6 +34,7 @@ LEVEL_0 = "host"
 
 
 _STORE_ID_BITS = 40
+_READY = int(SlotState.READY)
 
 
 def failed_chunk(store_id: int, chunk_index: int) -> int:
@@ -111,6 +113,9 @@ class Hierarchy:
         self.events = events
         self.pool = make_pool(self._on_evict)
         self.levels = tuple(levels)
+        # What every lookup needs, one attribute away.
+        self._shards = self.pool.table.shards
+        self._states = self.pool.slots.states
         self._buffer = buffer
         self._clock = clock
         self._limits = limits
@@ -172,9 +177,9 @@ class Hierarchy:
         """
         if request.step != self._step:
             request.begin_step(self._step)
-        slot = self.pool.table.get(key)
+        slot = self._shards[hash(key) >> SHARD_SHIFT].get(key, -1)
         if slot >= 0:
-            if self.pool.slots.states[slot] >= SlotState.READY:
+            if self._states[slot] >= _READY:
                 if slot not in request.holds:
                     self._hold(request, slot, key)
                 self.counters.lookup_hits += 1
