@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from typing import Any
 
 import pytest
 from transfers_rig import FOREVER_S, SOON_S, MakeRig, N, kinds, made_rigs, our_threads
@@ -37,6 +38,34 @@ def test_nothing_starts_before_the_first_use(rig: MakeRig) -> None:
     it.finish()
     assert set(our_threads()) <= {f"undercroft-memory-{i}" for i in (1, 2, 3)}
     assert all(thread.daemon for thread in threading.enumerate() if "undercroft" in thread.name)
+
+
+def test_a_move_added_while_a_thread_goes_to_sleep_is_not_overlooked(
+    rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler thread takes no lock: it may add between a thread's last look and its sleep."""
+    it = rig(num_threads=1)
+    queue = it.transfers._queue
+    real_take = queue.take
+    late = [B]
+
+    def take(*, others_allowed: bool) -> Any:
+        move = real_take(others_allowed=others_allowed)
+        if move is None and late:
+            it.read(late.pop())
+        return move
+
+    monkeypatch.setattr(queue, "take", take)
+    it.read(A)
+    give_up = threading.Event()
+    timer = threading.Timer(10.0, give_up.set)
+    timer.start()
+    num_done = 0
+    while num_done < 2 and not give_up.is_set():
+        num_done += len(it.transfers.poll())
+    timer.cancel()
+    timer.join()
+    assert num_done == 2
 
 
 def test_one_thread_is_kept_for_reads(rig: MakeRig) -> None:
