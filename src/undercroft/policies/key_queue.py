@@ -131,7 +131,7 @@ class KeyQueue:
         segment = self._segments[index]
         del segment[key]
         if not segment:  # before `_open`, which may join it with another
-            (source or self)._close(index)
+            (self if source is None else source)._close(index)  # noqa: SLF001 - its own class
         tail = self._tail
         if len(tail) >= SEGMENT_KEYS:
             tail = self._open()
