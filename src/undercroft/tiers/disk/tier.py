@@ -34,6 +34,7 @@ _EPOCH_AGE_S = 0.02
 _FOLLOW_AGE_S = 0.1
 _FULL_AGE_S = 0.1
 _MAX_SUSPECTS = 1024
+_MAX_GROWTHS = 8
 
 logger = logging.getLogger(__name__)
 
@@ -313,23 +314,25 @@ class DiskTier:
         if taken:
             return taken
         with self._keeper.shape:
-            taken = self._holdings.reserve(size)
-            if taken:
-                return taken
             self._check_open()
-            self._refuse_if_full(size, key)
-            try:
-                self._keeper.room.grow(size)
-            except TierFull as exc:
-                exc.tier, exc.key = self.name, key
-                self._full[size] = (self._clock.now_s(), self._holdings.num_deletes)
-                raise
-            except OSError as exc:
-                raise self._translate(exc, "make room", key) from exc
-            taken = self._holdings.reserve(size)
-        if not taken:
-            raise TierFull("others took the last free slots", tier=self.name, key=key)
-        return taken
+            # Others take slots without this lock, so that even a grown tier may have none left.
+            for _ in range(_MAX_GROWTHS):
+                taken = self._holdings.reserve(size)
+                if taken:
+                    return taken
+                self._grow(size, key)
+        raise TierFull("others took the last free slots", tier=self.name, key=key)
+
+    def _grow(self, size: int, key: bytes) -> None:
+        self._refuse_if_full(size, key)
+        try:
+            self._keeper.room.grow(size)
+        except TierFull as exc:
+            exc.tier, exc.key = self.name, key
+            self._full[size] = (self._clock.now_s(), self._holdings.num_deletes)
+            raise
+        except OSError as exc:
+            raise self._translate(exc, "make room", key) from exc
 
     def _refuse_if_full(self, size: int, key: bytes) -> None:
         """Do not look at the disk again for every chunk that a full tier is offered."""
