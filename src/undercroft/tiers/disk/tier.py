@@ -31,6 +31,7 @@ __all__ = ["DiskTier"]
 
 MIN_CAPACITY_BYTES = 12 * PAGE_BYTES
 _EPOCH_AGE_S = 0.02
+_EPOCH_SYNC_S = 0.001
 _FOLLOW_AGE_S = 0.1
 _FULL_AGE_S = 0.1
 _MAX_SUSPECTS = 1024
@@ -103,7 +104,8 @@ class DiskTier:
         self._closed = False
         self._must_raise = False
         self._seen_epoch = -1
-        self._epoch_read_s = self._followed_s = self._checked_s = self._flushed_s = float("-inf")
+        self._epoch_read_s = self._synced_s = float("-inf")
+        self._followed_s = self._checked_s = self._flushed_s = float("-inf")
         self._attach_failed: tuple[float, TierUnavailable | TierFull] | None = None
         with self._keeper.shape:
             try:
@@ -211,7 +213,7 @@ class DiskTier:
         return free + room.creatable_slots(size, room.room_bytes() + idle_bytes)
 
     def epoch(self) -> int:
-        """See `Epochal.epoch`. At most 20 ms old."""
+        """See `Epochal.epoch`. At most 20 ms old; 1 ms in stores and loads."""
         return max(self._peek_epoch(), self._holdings.epoch)
 
     def raise_epoch(self) -> int:
@@ -460,7 +462,7 @@ class DiskTier:
             self._attach_failed = (self._attached_s, exc)
             raise
         self._attach_failed = None
-        self._epoch_read_s = float("-inf")
+        self._epoch_read_s = self._synced_s = float("-inf")
         self._followed_s = self._checked_s = self._flushed_s = self._attached_s
 
     # The epoch
@@ -481,6 +483,9 @@ class DiskTier:
 
     def _sync_epoch(self) -> bool:
         """Void what is of another epoch than the one on disk; False if that is unknown."""
+        now = self._clock.now_s()
+        if now - self._synced_s < _EPOCH_SYNC_S and not self._must_raise:
+            return True
         epoch = self._read_epoch()
         if epoch is None or self._must_raise:
             epoch = self._mend_epoch()
@@ -489,6 +494,7 @@ class DiskTier:
         self._seen_epoch = epoch
         if epoch != self._holdings.epoch:
             self._holdings.void(epoch)
+        self._synced_s = now
         return True
 
     def _mend_epoch(self) -> int | None:
