@@ -46,7 +46,7 @@ class Subject(Protocol):
 class Ours:
     """The protocol of `EvictionPolicy.victims`: step over what is pinned, then touch it."""
 
-    def __init__(self, policy: Any) -> None:  # noqa: ANN401 - any policy
+    def __init__(self, policy: Any) -> None:
         self.policy = policy
         self.insert = policy.on_insert
         self.pinned: set[Key] = set()
@@ -85,7 +85,7 @@ class Ours:
 class Stock:
     """vLLM's policies, called as its manager calls them for chunks that are ready."""
 
-    def __init__(self, policy: Any, status: Any) -> None:  # noqa: ANN401 - vLLM's
+    def __init__(self, policy: Any, status: Any) -> None:
         self.policy, self.status = policy, status
         self.num_inserted = 0
 
