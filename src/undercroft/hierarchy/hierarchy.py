@@ -208,8 +208,6 @@ class Hierarchy:
     def _lookup_filling(self, key: ChunkKey, request: Request, walk_id: object) -> Lookup:
         if key in request.denied or self._expired(request):
             return self._miss(key, request, walk_id, "deadline")
-        if request.deadline_s is None:
-            request.deadline_s = self._clock.now_s() + self._limits.promote_deadline_s
         self.restores.join(key, request)
         self.restores.want(request, self._clock.now_s())
         request.walk(walk_id).note(key, Answer.COMING)
@@ -298,7 +296,9 @@ class Hierarchy:
         that what is accepted can be used. What is left out counts as done for this request.
         """
         find = self.pool.table.get
-        absent = [key for key in dict.fromkeys(keys) if find(key) < 0]
+        # A key voided while it is stored waits for that store's end, which is told by key.
+        storing = self._storing
+        absent = [key for key in dict.fromkeys(keys) if find(key) < 0 and key not in storing]
         if self.levels:
             request.chain.extend(keys)
         if not absent:
@@ -440,6 +440,7 @@ class Hierarchy:
             for ticket in level.transfers.take_released():
                 self.restores.released(level, ticket)
                 self.cascade.released(level, ticket)
+                level.released(ticket)
 
     def step_ended(self) -> None:
         """The workers have finished a step that was scheduled; called once per step's output."""

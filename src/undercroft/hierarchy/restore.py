@@ -244,8 +244,9 @@ class Restores:
         promotion = self._by_ticket.pop((level.name, done.ticket), None)
         if promotion is None:
             return
-        self._by_key.pop(promotion.key, None)
         key, slot, outcome = promotion.key, promotion.slot, done.outcome
+        if self._by_key.get(key) is promotion:
+            del self._by_key[key]
         if self._pool.find(key) != slot:  # voided by a reset while on its way
             self._release(level, done, slot)
             return
