@@ -138,6 +138,8 @@ class Hierarchy:
             deadline_s=limits.promote_deadline_s,
             view_of=self.view,
             hold=self._hold,
+            let_go=self._unhold,
+            make_room=self.fresh.settle_others,
             num_busy_slots=self._num_busy_slots,
             counters=counters,
         )
@@ -238,6 +240,11 @@ class Hierarchy:
             self._holders[request.id] = request
         request.holds[slot] = key
 
+    def _unhold(self, request: Request, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if request.holds.pop(slot, None) is not None:
+                self.pool.unpin(slot)
+
     def _let_go(self, request: Request) -> None:
         holds, request.holds = request.holds, {}
         self._holders.pop(request.id, None)
@@ -275,13 +282,17 @@ class Hierarchy:
 
     def complete_load(self, keys: Iterable[ChunkKey], request: Request) -> None:
         """The engine has the bytes of `keys`."""
+        loaded: list[int] = []
         for key in keys:
             slot = request.loading.pop(key, None)
-            if slot is None:
-                continue
-            self._num_loading -= 1
-            self.counters.loaded_chunks += 1
-            self.counters.loaded_bytes += self.pool.slots.size(slot)
+            if slot is not None:
+                loaded.append(slot)
+                self.counters.loaded_bytes += self.pool.slots.size(slot)
+        self._num_loading -= len(loaded)
+        self.counters.loaded_chunks += len(loaded)
+        if not request.finished:
+            self.fresh.keep(request, loaded, self._step)
+        for slot in loaded:
             self.pool.unpin(slot)
         if not request.loading:
             self._loaders.pop(request.id, None)

@@ -121,6 +121,11 @@ class Level:
         free = self._bounded.free_chunks(self._slot_bytes[size_class])
         return free + self._num_deleting[size_class] - self._num_writing[size_class]
 
+    def is_busy(self, num_bytes: int) -> bool:
+        """Whether the movers' queue is too full for a chunk; never while the level is unusable."""
+        queued, bound = self.transfers.queued_write_bytes, self.transfers.max_queued_write_bytes
+        return queued > 0 and queued + num_bytes > bound and self.usable
+
     def offer(self, key: ChunkKey, data: memoryview) -> int | None:
         """Start writing `key`; returns the ticket, or None if it is not written (counted)."""
         size_class = self._class_of(key)
