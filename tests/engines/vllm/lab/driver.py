@@ -147,10 +147,7 @@ class Driver:
         self.probe.zero_loads = on
 
     def counts(self) -> dict[str, int]:
-        rss_kib = next(
-            int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")
-        )
-        return {**self.probe.counts, **process_io(), "rss_bytes": rss_kib * 1024}
+        return {**self.probe.counts, **process_io()}
 
     def metrics(self) -> dict[str, float]:
         """Every sample on the Prometheus registry, as `/metrics` would show it."""
@@ -209,7 +206,7 @@ def _child(connection: socket.socket) -> None:
 
 def main() -> None:
     """Import what an engine needs, then fork one per connection until the parent goes."""
-    import vllm  # noqa: F401
+    import vllm
     import vllm.model_executor.models.gemma3
     import vllm.model_executor.models.llama
     import vllm.v1.worker.cpu_worker  # noqa: F401

@@ -73,7 +73,7 @@ def environment(**extra: str) -> dict[str, str]:
 def engine_arguments(
     model: str, offload: dict[str, Any] | None, **overrides: Any
 ) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM`; `offload` is `kv_connector_extra_config`, or no connector."""
+    """Keyword arguments of `vllm.LLM`; `offload` is the connector's extra config."""
     arguments: dict[str, Any] = {
         "model": str(model_path(model)),
         "dtype": "float32",
