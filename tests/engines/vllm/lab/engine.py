@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -56,6 +57,10 @@ class Output:
     steps_to_first: int
     first_token_s: float
     token_s: tuple[float, ...] = field(repr=False)
+
+
+def _output(answer: dict[str, Any]) -> Output:
+    return Output(**answer | {k: tuple(answer[k]) for k in ("tokens", "logprobs", "token_s")})
 
 
 def prompt(num_tokens: int, seed: int, shared: int = 0) -> list[int]:
@@ -118,7 +123,7 @@ class Engine:
         prompts: list[list[int]],
         *,
         max_tokens: int | list[int] = 8,
-        after_tokens: dict[int, tuple[int, int]] | None = None,
+        after_tokens: Mapping[int, tuple[int, int]] | None = None,
         timeout_s: float = 60.0,
     ) -> list[Output]:
         """Run prompts together; `after_tokens={1: (0, 5)}`: number 1 starts at 0's 5th token."""
@@ -130,10 +135,14 @@ class Engine:
         for index, other in (after_tokens or {}).items():
             requests[index]["after_tokens"] = other
         answers = self._do("generate", requests=requests, timeout_s=timeout_s)
-        return [
-            Output(**{k: tuple(v) if isinstance(v, list) else v for k, v in answer.items()})
-            for answer in answers
-        ]
+        return [_output(answer) for answer in answers]
+
+    def begin(self, prompts: list[list[int]]) -> None:
+        """Send prompts and do not wait; nothing but `kill` may follow."""
+        requests = [{"prompt": tokens, "max_tokens": 8} for tokens in prompts]
+        self._lines.write(json.dumps({"do": "generate", "requests": requests, "timeout_s": 60}))
+        self._lines.write("\n")
+        self._lines.flush()
 
     def settle(self, timeout_s: float = 30.0) -> None:
         """Let every store and cascade that is under way end."""

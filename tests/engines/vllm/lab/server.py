@@ -106,6 +106,8 @@ class Server:
             "stream_options": {"include_usage": True},
         }
         for event in self._stream("/v1/completions", body):
+            if "choices" not in event:
+                raise EngineFailed(f"the stream says {event}\n{self.log_text()[-6000:]}")
             if event.get("usage"):
                 usage = event["usage"]
             for choice in event["choices"]:
