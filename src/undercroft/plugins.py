@@ -20,7 +20,7 @@ def names(kind: str) -> tuple[str, ...]:
     return tuple(sorted({point.name for point in entry_points(group=f"undercroft.{kind}")}))
 
 
-def find(kind: str, name: str) -> Any:
+def find(kind: str, name: str) -> Any:  # noqa: ANN401 - the kind decides what it is
     """The object that plug-in `name` of `kind` names: a class or factory.
 
     Raises:

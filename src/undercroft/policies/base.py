@@ -19,6 +19,10 @@ class EvictionPolicy(Protocol):
 
     name: str
 
+    def __contains__(self, key: ChunkKey) -> bool:
+        """Whether `key` is resident."""
+        ...
+
     def on_insert(self, key: ChunkKey) -> None:
         """`key` became resident."""
         ...

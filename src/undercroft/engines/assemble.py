@@ -1,0 +1,178 @@
+"""Put a hierarchy together from settings. Knows no engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from undercroft.clock import Clock
+from undercroft.errors import ConfigError, TierError
+from undercroft.hierarchy.counters import Counters
+from undercroft.hierarchy.events import LevelEvents
+from undercroft.hierarchy.hierarchy import Hierarchy, Limits
+from undercroft.hierarchy.level import Level
+from undercroft.hierarchy.pool import Pool
+from undercroft.hierarchy.slots import Slots, slot_bytes_for
+from undercroft.hierarchy.transfers import Transfers
+from undercroft.keys import ChunkKey, Namespace
+from undercroft.plugins import find
+from undercroft.settings import Settings, TierSettings, format_bytes, with_capacity
+from undercroft.tiers.base import Tier
+
+__all__ = ["Geometry", "assemble", "tokens_that_fit"]
+
+_LOG = logging.getLogger(__name__)
+_WRITE_DEADLINE_S = 30.0
+_NUM_THREADS = 4
+_QUEUED_CHUNKS_PER_SLOT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The chunks of one model on one replica.
+
+    Args:
+        chunk_bytes: Payload bytes of a chunk of each group, all ranks together.
+        tokens_per_chunk: Tokens a chunk of each group spans.
+        group_of: The index of a key's group.
+    """
+
+    chunk_bytes: Sequence[int]
+    tokens_per_chunk: Sequence[int]
+    group_of: Callable[[ChunkKey], int]
+
+    @property
+    def slot_bytes(self) -> tuple[int, ...]:
+        """The size classes: different slot sizes, largest first."""
+        return tuple(sorted({slot_bytes_for(n) for n in self.chunk_bytes}, reverse=True))
+
+    def class_of(self) -> Callable[[ChunkKey], int]:
+        """The size class of a key."""
+        sizes = self.slot_bytes
+        if len(sizes) == 1:
+            return lambda _key: 0
+        classes = [sizes.index(slot_bytes_for(n)) for n in self.chunk_bytes]
+        group_of = self.group_of
+        return lambda key: classes[group_of(key)]
+
+
+def tokens_that_fit(geometry: Geometry, total_bytes: int) -> int:
+    """Tokens of a full prefix, all groups counted, that fit into `total_bytes`."""
+    bytes_per_token = sum(
+        slot_bytes_for(size) / tokens
+        for size, tokens in zip(geometry.chunk_bytes, geometry.tokens_per_chunk, strict=True)
+    )
+    return int(total_bytes / bytes_per_token)
+
+
+def assemble(  # noqa: PLR0913 - the one place where everything meets
+    settings: Settings,
+    geometry: Geometry,
+    *,
+    namespace: Namespace,
+    buffer: memoryview,
+    clock: Clock,
+    num_replicas: int,
+    with_events: bool,
+    take_failed_stores: Callable[[], frozenset[int] | None],
+) -> Hierarchy:
+    """Level 0 over `buffer` and the tiers of `settings` below it.
+
+    A tier that cannot be opened now is left out with an error line: the engine runs without it.
+
+    Raises:
+        ConfigError: The settings can never work.
+    """
+    counters = Counters()
+    events = LevelEvents(enabled=with_events)
+    class_of = geometry.class_of()
+    slots = Slots(len(buffer), geometry.slot_bytes)
+    levels = [
+        _level(tier, tier_settings, settings, geometry, (clock, counters, events))
+        for tier_settings in settings.tiers
+        if (tier := _open_tier(tier_settings, geometry, namespace, clock, num_replicas))
+    ]
+    make_policy = find("policies", settings.policy)
+    max_slots = sum(slots.capacity(c) for c in range(len(geometry.slot_bytes)))
+    return Hierarchy(
+        lambda on_evict: Pool(slots, make_policy=make_policy, class_of=class_of, on_evict=on_evict),
+        levels,
+        buffer=buffer,
+        clock=clock,
+        counters=counters,
+        events=events,
+        limits=Limits(
+            promote_deadline_s=settings.promote_deadline_s,
+            drain_deadline_s=settings.drain_deadline_s,
+            shutdown_deadline_s=settings.shutdown_deadline_s,
+            restore_share_ratio=settings.restore_share,
+            max_cascade_waiting=_QUEUED_CHUNKS_PER_SLOT * max_slots,
+        ),
+        take_failed_stores=take_failed_stores,
+    )
+
+
+def _level(
+    tier: Tier,
+    tier_settings: TierSettings,
+    settings: Settings,
+    geometry: Geometry,
+    shared: tuple[Clock, Counters, LevelEvents],
+) -> Level:
+    clock, counters, events = shared
+    make_admission = find("admission", tier_settings.admission)
+    return Level(
+        tier,
+        transfers=Transfers(
+            tier,
+            clock=clock,
+            num_threads=int(tier_settings.options.get("num_threads", _NUM_THREADS)),
+            max_queued_write_bytes=max(settings.max_queued_write_bytes, *geometry.slot_bytes),
+        ),
+        slot_bytes=geometry.slot_bytes,
+        class_of=geometry.class_of(),
+        make_policy=find("policies", tier_settings.policy),
+        admission=make_admission(**tier_settings.admission_options),
+        clock=clock,
+        counters=counters,
+        events=events if tier_settings.events else LevelEvents(enabled=False),
+        write_deadline_s=_WRITE_DEADLINE_S,
+    )
+
+
+def _open_tier(
+    settings: TierSettings,
+    geometry: Geometry,
+    namespace: Namespace,
+    clock: Clock,
+    num_replicas: int,
+) -> Tier | None:
+    resolved, note = with_capacity(settings)
+    if note:
+        _LOG.warning("undercroft: %s", note)
+    if resolved.capacity_bytes is None:
+        raise ConfigError(f"tier {settings.name} needs a capacity, such as 1TiB")
+    options = {k: v for k, v in resolved.options.items() if k != "num_threads"}
+    if "free_space_floor" in options:
+        options["free_space_floor_bytes"] = options.pop("free_space_floor")
+    make = find("tiers", resolved.type)
+    try:
+        tier: Tier = make(
+            name=resolved.name,
+            namespace=namespace,
+            capacity_bytes=resolved.capacity_bytes,
+            clock=clock,
+            num_replicas=num_replicas,
+            **options,
+        )
+    except TierError as error:
+        _LOG.error("undercroft: tier %s is left out: %s", settings.name, error)
+        return None
+    _LOG.info(
+        "undercroft: tier %s holds at most %s, about %d tokens of this model",
+        resolved.name,
+        format_bytes(resolved.capacity_bytes),
+        tokens_that_fit(geometry, resolved.capacity_bytes),
+    )
+    return tier

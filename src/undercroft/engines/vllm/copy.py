@@ -1,0 +1,183 @@
+"""Copies of pages between engine memory and host slots, in as few calls as the addresses allow.
+
+Pages whose addresses advance evenly on both sides (consecutive blocks, or the layers of one block
+in evenly spaced tensors) go as one strided numpy copy: one call, one row copy per page, the
+GIL released all the while. Pages without such a pattern go through a small buffer that stays in
+the processor's cache, if they are small: gather, then scatter, two calls per tile; big ones go
+one by one. No torch operator is used: its worker threads collapse on a busy machine. Numbers:
+bench/copies.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from undercroft.errors import Bug
+from undercroft.layout.plan import Offsets
+
+__all__ = ["STEP_BYTES", "Span", "copy_pages", "copy_pages_singly"]
+
+STEP_BYTES = 8 << 20
+"""About the most that is copied between two looks at whether something else is due."""
+
+_TILE_BYTES = 128 << 10
+_MIN_RUN_BYTES = 24 << 10
+
+
+class Span:
+    """A stretch of addresses of this process.
+
+    Nothing is checked here beyond the ends of the stretch: whoever names offsets has made sure
+    that memory is there.
+
+    Args:
+        address: Where it starts.
+        num_bytes: Its length.
+        owners: Objects that keep the memory alive; held as long as the span is.
+    """
+
+    __slots__ = ("_owners", "buffer", "num_bytes")
+
+    def __init__(self, address: int, num_bytes: int, owners: Iterable[object]) -> None:
+        self.buffer: Any = (ctypes.c_uint8 * num_bytes).from_address(address)
+        self.num_bytes = num_bytes
+        self._owners = tuple(owners)
+
+    @classmethod
+    def of(cls, array: NDArray[np.uint8]) -> Span:
+        """The memory of a contiguous array."""
+        return cls(array.ctypes.data, array.nbytes, (array,))
+
+    def rows(self, offset: int, num_rows: int, step: int, row_bytes: int) -> NDArray[np.void]:
+        """Rows of opaque bytes, `step` bytes apart, which may be negative."""
+        return np.ndarray((num_rows,), f"V{row_bytes}", self.buffer, offset, (step,))
+
+    def everywhere(self, row_bytes: int) -> NDArray[np.void]:
+        """A row of opaque bytes at every offset: element `i` starts at byte `i`."""
+        return self.rows(0, self.num_bytes - row_bytes + 1, 1, row_bytes)
+
+
+def copy_pages(
+    target: Span,
+    target_offsets: Offsets,
+    source: Span,
+    source_offsets: Offsets,
+    page_bytes: int,
+) -> Iterator[int]:
+    """Copy pages; each step of the iterator copies some and gives the number of bytes.
+
+    Args:
+        target: Where to.
+        target_offsets: `(num_blocks, num_refs)` offsets in `target`, none overlapping.
+        source: Where from.
+        source_offsets: Offsets in `source`, same shape.
+        page_bytes: Bytes of every page.
+
+    Raises:
+        Bug: An offset outside its span.
+
+    Threads: any, if targets are disjoint; the GIL is free during copies. Cost: one row copy
+    per page from 16 KiB up or when addresses are even; otherwise two.
+    """
+    _check(target, target_offsets, page_bytes)
+    _check(source, source_offsets, page_bytes)
+    if not target_offsets.size:
+        return
+    orders = [(target_offsets.ravel(), source_offsets.ravel())]
+    if 1 not in target_offsets.shape:
+        orders.append((target_offsets.T.ravel(), source_offsets.T.ravel()))
+    cuts = [_even_runs(to, of) for to, of in orders]
+    best = min(range(len(cuts)), key=lambda index: len(cuts[index]))
+    to, of = orders[best]
+    starts = cuts[best]
+    if to.size * page_bytes >= _MIN_RUN_BYTES * len(starts) or page_bytes >= _MIN_RUN_BYTES:
+        yield from _copy_runs(target, to, source, of, page_bytes, starts)
+    else:
+        yield from _copy_tiles(target, to, source, of, page_bytes)
+
+
+def copy_pages_singly(
+    target: Span,
+    target_offsets: Offsets,
+    source: Span,
+    source_offsets: Offsets,
+    page_bytes: int,
+) -> Iterator[int]:
+    """As `copy_pages`, page by page: slow, with nothing clever to go wrong."""
+    _check(target, target_offsets, page_bytes)
+    _check(source, source_offsets, page_bytes)
+    to = np.frombuffer(target.buffer, np.uint8)
+    of = np.frombuffer(source.buffer, np.uint8)
+    pairs = zip(target_offsets.ravel().tolist(), source_offsets.ravel().tolist(), strict=True)
+    for start, origin in pairs:
+        to[start : start + page_bytes] = of[origin : origin + page_bytes]
+        yield page_bytes
+
+
+def _check(span: Span, offsets: Offsets, page_bytes: int) -> None:
+    if not offsets.size:
+        return
+    lowest, highest = int(offsets.min()), int(offsets.max())
+    if lowest < 0 or highest + page_bytes > span.num_bytes:
+        raise Bug(
+            f"pages of {page_bytes} bytes at {lowest}..{highest} reach outside {span.num_bytes}"
+        )
+
+
+def _even_runs(to: Offsets, of: Offsets) -> list[int]:
+    """Starts of runs in which both sides advance evenly; greedy, so at most twice the fewest."""
+    if to.size == 1:
+        return [0]
+    to_steps, of_steps = np.diff(to), np.diff(of)
+    changes = np.flatnonzero((np.diff(to_steps) != 0) | (np.diff(of_steps) != 0)) + 1
+    starts = [0]
+    for change in changes.tolist():
+        # Page `change` ends a run; the step that leads from it to the next page differs.
+        if change + 1 > starts[-1] + 1:
+            starts.append(change + 1)
+    return starts
+
+
+def _copy_runs(
+    target: Span, to: Offsets, source: Span, of: Offsets, page_bytes: int, starts: list[int]
+) -> Iterator[int]:
+    step_rows = max(1, STEP_BYTES // page_bytes)
+    bounds = [*starts, to.size]
+    copied = 0
+    for start, end in pairwise(bounds):
+        for row in range(start, end, step_rows):
+            num_rows = min(end - row, step_rows)
+            to_start, of_start = int(to[row]), int(of[row])
+            to_step = int(to[row + 1]) - to_start if num_rows > 1 else page_bytes
+            of_step = int(of[row + 1]) - of_start if num_rows > 1 else page_bytes
+            into = target.rows(to_start, num_rows, to_step, page_bytes)
+            into[...] = source.rows(of_start, num_rows, of_step, page_bytes)
+            copied += num_rows * page_bytes
+            if copied >= STEP_BYTES:
+                yield copied
+                copied = 0
+    if copied:
+        yield copied
+
+
+def _copy_tiles(
+    target: Span, to: Offsets, source: Span, of: Offsets, page_bytes: int
+) -> Iterator[int]:
+    tile_rows = max(1, _TILE_BYTES // page_bytes)
+    into, origin = target.everywhere(page_bytes), source.everywhere(page_bytes)
+    copied = 0
+    for row in range(0, to.size, tile_rows):
+        tile = slice(row, row + tile_rows)
+        into[to[tile]] = origin[of[tile]]
+        copied += min(tile_rows, to.size - row) * page_bytes
+        if copied >= STEP_BYTES:
+            yield copied
+            copied = 0
+    if copied:
+        yield copied

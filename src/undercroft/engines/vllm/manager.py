@@ -1,0 +1,264 @@
+"""The scheduler side of the vLLM adapter: vLLM's manager interface over the hierarchy.
+
+vLLM calls everything here on the engine core's scheduler thread and stops the engine when a call
+raises. So each call turns a fault into the safe answer (a miss, nothing stored) and counts it; a
+broken invariant of ours moreover switches the cache off, since bytes can no longer be vouched for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    TierFilter,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from undercroft.engines.vllm.metrics import StepStats
+from undercroft.engines.vllm.transfer_spec import SlotSpec
+from undercroft.hierarchy.hierarchy import LEVEL_0, Hierarchy
+from undercroft.hierarchy.request import Lookup, Request
+from undercroft.keys import ChunkKey
+
+__all__ = ["GROUP_ID_BYTES", "UndercroftManager", "group_key"]
+
+_LOG = logging.getLogger(__name__)
+GROUP_ID_BYTES = 4
+
+_RESULTS = {
+    Lookup.HIT: LookupResult.HIT,
+    Lookup.MISS: LookupResult.MISS,
+    Lookup.PENDING: LookupResult.HIT_PENDING,
+}
+
+_T = TypeVar("_T")
+
+
+def _safe(default: Callable[[], Any]) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
+    """Turn any fault in a call from the engine into `default()`, and switch the cache off."""
+
+    def wrap(method: Callable[..., _T]) -> Callable[..., _T]:
+        @wraps(method)
+        def call(self: UndercroftManager, *args: Any, **kwargs: Any) -> _T:  # noqa: ANN401
+            if self.is_off:
+                return default()  # type: ignore[no-any-return]
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - the engine dies of whatever passes
+                self.switch_off(error)
+                return default()  # type: ignore[no-any-return]
+
+        return call
+
+    return wrap
+
+
+def group_key(group_id: int) -> bytes:
+    """The end of every key of a group, as vLLM packs it."""
+    return group_id.to_bytes(GROUP_ID_BYTES, "big")
+
+
+def _nothing_stored() -> PrepareStoreOutput:
+    return PrepareStoreOutput([], SlotSpec([], []), [])
+
+
+class UndercroftManager(OffloadingManager):  # type: ignore[misc]
+    """See the module. One per engine replica.
+
+    Args:
+        hierarchy: Where everything happens.
+        group_ids: The engine's ids of the offloaded groups, in its order.
+        close: Called once at shutdown, after the hierarchy closed.
+        refresh: Called at the end of each step; tells the pool how much memory exists by now.
+    """
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        *,
+        group_ids: Sequence[int],
+        close: Callable[[], None],
+        refresh: Callable[[], None],
+    ) -> None:
+        self.hierarchy = hierarchy
+        self._group_ids = [group_key(group_id) for group_id in group_ids]
+        self.is_off = False
+        self._close = close
+        self._refresh = refresh
+        self._stats = StepStats(hierarchy)
+        self._requests: dict[str, Request] = {}
+
+    def switch_off(self, error: BaseException) -> None:
+        """Serve and store nothing from now on. Loads under way end as they would have."""
+        self.is_off = True
+        self.hierarchy.counters.broken_invariants += 1
+        _LOG.error(
+            "undercroft: internal fault, the cache is off until the engine restarts; "
+            "requests are recomputed. Please report this.",
+            exc_info=error,
+        )
+
+    def _request(self, context: ReqContext) -> Request:
+        request = self._requests.get(context.req_id)
+        if request is None:
+            request = Request(context.req_id, context.get_offload_key_position)
+            self._requests[context.req_id] = request
+        return request
+
+    # --- requests -----------------------------------------------------------------------------
+
+    @override
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if not self.is_off:
+            self._request(req_context)
+        return RequestOffloadingContext()
+
+    @override
+    @_safe(lambda: None)
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        request = self._requests.pop(req_context.req_id, None)
+        if request is not None:
+            self.hierarchy.finish_request(request)
+            if request.loading or request.num_storing:
+                # Completions may still come, and name the request by its context only.
+                req_context.set_state(request)
+
+    def _any_request(self, context: ReqContext) -> Request:
+        return context.get_state(Request) or self._request(context)
+
+    # --- lookups and loads --------------------------------------------------------------------
+
+    @override
+    @_safe(lambda: LookupResult.MISS)
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        request = self._request(req_context)
+        if req_context.load_tier_filter is not TierFilter.ALL and not self._allowed(
+            ChunkKey(key), req_context.load_tier_filter, request
+        ):
+            return LookupResult.MISS
+        return _RESULTS[self.hierarchy.lookup(ChunkKey(key), request, key[-GROUP_ID_BYTES:])]
+
+    def _allowed(self, key: ChunkKey, tiers: TierFilter, request: Request) -> bool:
+        """Whether the request wants hits from where `key` is."""
+        host = bool(tiers.allows(Medium.CPU, Locality.LOCAL))
+        storage = bool(tiers.allows(Medium.STORAGE, Locality.LOCAL))
+        if key in request.promoted:
+            return storage
+        if self.hierarchy.pool.find(key) >= 0 and host:
+            return True
+        return storage and self.hierarchy.restores.level_with(key) is not None
+
+    @override
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        source = self.hierarchy.source_of(ChunkKey(key), self._any_request(req_context))
+        return CacheHitSource.HOST if source == LEVEL_0 else CacheHitSource.DISK
+
+    @override
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        # Not caught: the engine will read whatever slots are named here, so a fault must stop it.
+        chunk_keys = [ChunkKey(key) for key in keys]
+        slots = self.hierarchy.prepare_load(chunk_keys, self._request(req_context))
+        return self._spec(chunk_keys, slots, 0)
+
+    @override
+    @_safe(lambda: None)
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.hierarchy.complete_load(
+            [ChunkKey(key) for key in keys], self._any_request(req_context)
+        )
+
+    def _spec(self, keys: list[ChunkKey], slots: list[int], store_id: int) -> SlotSpec:
+        offset = self.hierarchy.pool.slots.offset
+        per_group = Counter(key[-GROUP_ID_BYTES:] for key in keys)
+        group_chunks = [per_group[group_id] for group_id in self._group_ids]
+        return SlotSpec([offset(slot) for slot in slots], group_chunks, store_id)
+
+    # --- stores -------------------------------------------------------------------------------
+
+    @override
+    @_safe(_nothing_stored)
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        chunk_keys = [ChunkKey(key) for key in keys]
+        plan = self.hierarchy.prepare_store(chunk_keys, self._request(req_context))
+        spec = self._spec(plan.keys, plan.slots, plan.store_id)
+        return PrepareStoreOutput([OffloadKey(key) for key in plan.keys], spec, [])
+
+    @override
+    @_safe(lambda: None)
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        self.hierarchy.complete_store(
+            [ChunkKey(key) for key in keys], self._any_request(req_context), success=success
+        )
+
+    # --- steps --------------------------------------------------------------------------------
+
+    @override
+    @_safe(lambda: None)
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._refresh()
+        self.hierarchy.end_step(context.new_req_ids)
+
+    @override
+    @_safe(lambda: False)
+    def has_pending_work(self) -> bool:
+        return self.hierarchy.has_pending_work()
+
+    @override
+    @_safe(lambda: None)
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        # The engine asks once for each step whose output it has processed.
+        self.hierarchy.step_ended()
+        return self._stats.take()
+
+    @override
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return [
+            OffloadingEvent(
+                keys=[OffloadKey(key) for key in event.keys],
+                medium=Medium.CPU if event.level == LEVEL_0 else Medium.STORAGE,
+                removed=event.removed,
+                locality=Locality.LOCAL,
+                ownership=None if event.level == LEVEL_0 else event.level,
+                removal_expected=True,
+            )
+            for event in self.hierarchy.events.take()
+        ]
+
+    # --- reset and shutdown -------------------------------------------------------------------
+
+    @override
+    @_safe(lambda: None)
+    def reset_cache(self) -> None:
+        if not self.hierarchy.reset():
+            _LOG.warning(
+                "undercroft: a lower level did not take the reset in time; it stays unused until "
+                "it has"
+            )
+
+    @override
+    def shutdown(self) -> None:
+        try:
+            self.hierarchy.close()
+        finally:
+            self._close()

@@ -1,0 +1,214 @@
+"""What vLLM loads: the spec, in all three kinds of its processes.
+
+The API front end only asks for metric definitions, each worker for its mover, the scheduler for the
+manager. Nothing is opened before it is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from typing import Any
+
+from typing_extensions import override
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.version import __version__ as vllm_version
+
+from undercroft.clock import Clock, SystemClock
+from undercroft.config import check_served, from_engine, to_json
+from undercroft.engines.assemble import Geometry, assemble, tokens_that_fit
+from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, group_key
+from undercroft.engines.vllm.metrics import metric_definitions
+from undercroft.engines.vllm.worker import CpuWorker, chunk_payload_bytes
+from undercroft.hierarchy.hierarchy import failed_chunk
+from undercroft.hierarchy.region import Region, RegionConfig
+from undercroft.hierarchy.slots import SLOT_ALIGNMENT_BYTES
+from undercroft.identity import EngineFacts, key_hash, namespace, weights_fingerprint
+from undercroft.keys import ChunkKey, Namespace
+from undercroft.settings import check_host_bytes, check_sizes, format_bytes, host_limits, load
+
+__all__ = ["UndercroftSpec"]
+
+_LOG = logging.getLogger("vllm.undercroft")
+_PAGE = SLOT_ALIGNMENT_BYTES
+_KV_FORMAT = 1
+"""Raised when the bytes this adapter stores for a chunk change."""
+
+
+class _RegionWorker(CpuWorker):
+    """A worker that owns this rank's seat in the region."""
+
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        region: Region,
+        blocks_per_chunk: int,
+        join_deadline_s: float,
+        clock: Clock,
+    ) -> None:
+        super().__init__(
+            kv_caches,
+            region=region.buffer,
+            blocks_per_chunk=blocks_per_chunk,
+            report_failed=region.report_failed_store,
+            report_partial=lambda store_id, chunk_index, _num_unwritten: region.report_failed_store(
+                failed_chunk(store_id, chunk_index)
+            ),
+            clock=clock,
+        )
+        self._seat: Region | None = region
+        self._join_deadline_s = join_deadline_s
+
+    @override
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        # The scheduler joins after the workers; before the first byte moves, both are proven to
+        # see the same memory. Once proven this costs nothing.
+        if self._seat is not None:
+            self._seat.wait_joined(self._join_deadline_s)
+        return super().submit_store(job_id, src_spec, dst_spec)
+
+    @override
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._seat is not None:
+            self._seat.close()
+            self._seat = None
+
+
+class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
+    """Names Undercroft to vLLM: `spec_name` of `kv_connector_extra_config`.
+
+    Raises:
+        ConfigError: The settings or the engine's configuration cannot work; one line says why.
+    """
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self._engine = from_engine(config)
+        check_served(self._engine.config)
+        self._settings = load(config.extra_config, environ=os.environ)
+        self.offload_prompt_only = self._settings.offload_prompt_only
+        self._clock = SystemClock()
+        identity = hashlib.sha256(to_json(self._engine).encode())
+        self._region_config = RegionConfig(
+            engine_id=config.engine_id,
+            num_ranks=config.parallel.world_size,
+            total_bytes=self._settings.host_bytes // _PAGE * _PAGE,
+            identity=identity.digest(),
+        )
+
+    @classmethod
+    @override
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        return metric_definitions()
+
+    # --- a worker -----------------------------------------------------------------------------
+
+    @override
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        chunk_bytes = chunk_payload_bytes(kv_caches, self.blocks_per_chunk)
+        check_sizes(self._settings, chunk_bytes)
+        check_host_bytes(self._settings.host_bytes, host_limits())
+        region = Region.join(
+            self._region_config,
+            role=self._engine.config.parallel.rank,
+            chunk_bytes=chunk_bytes,
+            deadline_s=self._settings.join_deadline_s,
+            clock=self._clock,
+        )
+        return _RegionWorker(
+            kv_caches, region, self.blocks_per_chunk, self._settings.join_deadline_s, self._clock
+        )
+
+    # --- the scheduler ------------------------------------------------------------------------
+
+    @override
+    def get_manager(self) -> OffloadingManager:
+        settings, config = self._settings, self._engine.config
+        for note in settings.notes:
+            _LOG.info("undercroft: %s", note)
+        region = Region.join(
+            self._region_config,
+            role="scheduler",
+            deadline_s=settings.join_deadline_s,
+            clock=self._clock,
+        )
+        try:
+            region.wait_joined(settings.join_deadline_s)
+            geometry = self._geometry(region)
+            hierarchy = assemble(
+                settings,
+                geometry,
+                namespace=self._namespace(geometry),
+                buffer=region.buffer,
+                clock=self._clock,
+                num_replicas=config.parallel.data_parallel_size,
+                with_events=config.enable_kv_cache_events,
+                take_failed_stores=region.take_failed_stores,
+            )
+        except BaseException:
+            region.close()
+            raise
+        _LOG.info(
+            "undercroft: host memory holds %s, about %d tokens of this model",
+            format_bytes(settings.host_bytes),
+            tokens_that_fit(geometry, settings.host_bytes),
+        )
+        slots = hierarchy.pool.slots
+        return UndercroftManager(
+            hierarchy,
+            group_ids=[group.group_id for group in config.groups],
+            close=region.close,
+            refresh=lambda: slots.set_ready_bytes(region.ready_bytes()),
+        )
+
+    def _geometry(self, region: Region) -> Geometry:
+        config = self._engine.config
+        per_rank = region.chunk_bytes()
+        index = {group_key(group.group_id): i for i, group in enumerate(config.groups)}
+
+        def group_of(key: ChunkKey) -> int:
+            return index[key[-GROUP_ID_BYTES:]]
+
+        return Geometry(
+            chunk_bytes=[sum(rank[i] for rank in per_rank) for i in range(len(config.groups))],
+            tokens_per_chunk=[
+                group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups
+            ],
+            group_of=group_of,
+        )
+
+    def _namespace(self, geometry: Geometry) -> Namespace:
+        config = self._engine.config
+        fingerprint = weights_fingerprint(
+            config.model.name, model_id=self._settings.model_id, environ=os.environ
+        )
+        hashed = key_hash(None, os.environ)
+        for note in (fingerprint.note, hashed.note):
+            if note:
+                _LOG.warning("undercroft: %s", note)
+        ids = [group.group_id for group in config.groups]
+        facts = EngineFacts(
+            name="vllm",
+            version=vllm_version,
+            kv_format=_KV_FORMAT,
+            chunk_bytes=dict(zip(ids, geometry.chunk_bytes, strict=True)),
+            key_hash=hashed,
+        )
+        made = namespace(self._engine, fingerprint, facts)
+        _LOG.info("undercroft: key space %s (engines that share chunks print the same)", made.id)
+        return made

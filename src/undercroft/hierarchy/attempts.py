@@ -1,0 +1,118 @@
+"""Carrying out one move on a mover thread: the tier's verbs, retries, foreign exceptions."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections.abc import Callable
+
+from undercroft.clock import Clock
+from undercroft.errors import Bug, KvError, TierUnavailable
+from undercroft.hierarchy.moves import Move
+from undercroft.hierarchy.outcome import Op
+from undercroft.tiers.base import Tier
+
+__all__ = ["Attempts"]
+
+_log = logging.getLogger(__name__)
+
+
+class Attempts:
+    """Tries a move, and again while that makes sense.
+
+    Args:
+        tier: What is called.
+        clock: Source of the pauses.
+        retries: Further tries after a retryable error.
+        pause_s: Wait before the first retry; doubled before each further one.
+        give_up: Whether to try no more (closing).
+
+    Threads: any.
+    """
+
+    def __init__(
+        self, tier: Tier, *, clock: Clock, retries: int, pause_s: float, give_up: Callable[[], bool]
+    ) -> None:
+        self._tier = tier
+        self._clock = clock
+        self._retries = retries
+        self._pause_s = pause_s
+        self._give_up = give_up
+        self._lock = threading.Lock()
+        self.num_bugs = 0
+        self.num_retries = 0
+
+    def perform(self, move: Move) -> tuple[KvError | None, bool]:
+        """Blocks. The error, if any, and whether a read found its chunk."""
+        error, found = self._try_once(move)
+        pause_s = self._pause_s
+        for _ in range(self._retries):
+            if error is None or not self._worth_another(error, move.deadline_s - pause_s):
+                break
+            self._clock.sleep(pause_s)
+            pause_s *= 2
+            with self._lock:
+                self.num_retries += 1
+            error, found = self._try_once(move)
+        return error, found
+
+    def _worth_another(self, error: KvError, latest_s: float) -> bool:
+        return (
+            error.retryable
+            and not isinstance(error.__cause__, Bug)
+            and self._clock.now_s() < latest_s
+            and not self._give_up()
+        )
+
+    def _try_once(self, move: Move) -> tuple[KvError | None, bool]:
+        """The one place where a tier is called and foreign exceptions become ours."""
+        tier, key, buffer = self._tier, move.key, move.buffer
+        try:
+            if buffer is None:
+                tier.delete(key)
+            elif move.op is Op.READ:
+                return None, tier.read_into(key, buffer)
+            else:
+                tier.write_from(key, buffer)
+        except KvError as exc:
+            return _bare(exc), False
+        except Bug as exc:
+            self._note_bug()
+            return _bare(self.translated(exc, move)), False
+        except Exception as exc:  # noqa: BLE001 - a stranger's tier may raise anything
+            return _bare(self.translated(exc, move)), False
+        return None, False
+
+    def translated(self, exc: BaseException, move: Move) -> KvError:
+        """A foreign exception as `TierUnavailable` caused by it."""
+        name = self._tier.name
+        error = TierUnavailable(
+            f"tier {name!r} failed to {move.op.value} a chunk: {type(exc).__name__}: {exc}",
+            tier=name,
+            key=move.key,
+        )
+        error.__cause__ = exc
+        return error
+
+    def _note_bug(self) -> None:
+        with self._lock:
+            self.num_bugs += 1
+            first = self.num_bugs == 1
+        if first:
+            text = traceback.format_exc()  # not the exception: a kept log record would keep buffers
+            _log.error("a bug in tier %r; further ones are only counted\n%s", self._tier.name, text)
+
+
+def _bare(error: KvError) -> KvError:
+    """`error`, it and its causes without tracebacks: their frames would keep buffers alive."""
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        exc = todo.pop()
+        if exc is None or id(exc) in seen:
+            continue
+        seen.add(id(exc))
+        exc.__traceback__ = None
+        todo += (exc.__cause__, exc.__context__)
+    return error

@@ -1,0 +1,31 @@
+"""What happened, as plain integers. One owner: the hierarchy; read by the adapter's metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+__all__ = ["Counters"]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start. Keys of the `Counter`s are reasons or level names."""
+
+    lookup_hits: int = 0
+    lookup_pending: int = 0
+    lookup_misses: Counter[str] = field(default_factory=Counter)
+    stored_chunks: int = 0
+    stored_bytes: int = 0
+    loaded_chunks: int = 0
+    loaded_bytes: int = 0
+    declined_chunks: Counter[str] = field(default_factory=Counter)
+    promoted_chunks: Counter[str] = field(default_factory=Counter)
+    promoted_bytes: Counter[str] = field(default_factory=Counter)
+    cascaded_chunks: Counter[str] = field(default_factory=Counter)
+    cascaded_bytes: Counter[str] = field(default_factory=Counter)
+    evicted_chunks: Counter[str] = field(default_factory=Counter)
+    dropped_chunks: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By (level, reason)."""
+    resets: int = 0
+    broken_invariants: int = 0

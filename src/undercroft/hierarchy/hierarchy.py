@@ -1,0 +1,518 @@
+"""The hierarchy: which chunk is where. The one entrance for engine adapters.
+
+One thread (the engine's scheduler), and no call blocks but `reset` and `close`, which are bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from undercroft.clock import Clock
+from undercroft.errors import Bug
+from undercroft.hierarchy.cascade import Cascade
+from undercroft.hierarchy.counters import Counters
+from undercroft.hierarchy.events import LevelEvents
+from undercroft.hierarchy.fresh import Fresh
+from undercroft.hierarchy.level import Level
+from undercroft.hierarchy.outcome import Op
+from undercroft.hierarchy.pool import Pool
+from undercroft.hierarchy.request import Answer, Lookup, Request
+from undercroft.hierarchy.restore import Restores
+from undercroft.hierarchy.slots import SlotState
+from undercroft.keys import ChunkKey
+
+__all__ = ["LEVEL_0", "Hierarchy", "Limits", "StorePlan", "failed_chunk"]
+
+_LOG = logging.getLogger(__name__)
+
+LEVEL_0 = "host"
+"""The name of level 0 in events, counters and metrics."""
+
+
+_STORE_ID_BITS = 40
+
+
+def failed_chunk(store_id: int, chunk_index: int) -> int:
+    """What workers report when only one chunk of a store failed; its plain id fails it all."""
+    return (chunk_index + 1) << _STORE_ID_BITS | store_id
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Deadlines and shares; all settings.
+
+    Args:
+        promote_deadline_s: How long a request may wait for lower levels, at least.
+        drain_deadline_s: How long `reset` may block.
+        shutdown_deadline_s: How long `close` may block.
+        restore_share_ratio: The part of level 0 that restores may hold at once.
+        max_cascade_waiting: Chunks that may wait for their turn to be copied down.
+    """
+
+    promote_deadline_s: float = 2.0
+    drain_deadline_s: float = 1.0
+    shutdown_deadline_s: float = 3.0
+    restore_share_ratio: float = 1.0
+    max_cascade_waiting: int = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """What to store and where.
+
+    Args:
+        keys: The accepted keys, in the order offered.
+        slots: One slot index for each.
+        store_id: Names this store in failure reports from the workers; 0 if `keys` is empty.
+    """
+
+    keys: list[ChunkKey]
+    slots: list[int]
+    store_id: int
+
+
+@dataclass(slots=True)
+class _Store:
+    request: Request
+    keys: list[ChunkKey]
+    """As planned, in the engine's order."""
+    slots: dict[ChunkKey, int]
+    """What has not ended yet, in prefix order."""
+    failed: set[ChunkKey]
+
+
+class Hierarchy:
+    """Level 0 and the levels below it.
+
+    Args:
+        make_pool: Makes level 0, given whom to tell of evictions.
+        levels: Lower levels, nearest first.
+        buffer: The bytes of level 0.
+        take_failed_stores: Store ids, or `failed_chunk`s, that the workers could not copy, since
+            the last call; None means reports were lost, and every open store counts as failed.
+    """
+
+    def __init__(  # noqa: PLR0913 - the one place where everything is wired
+        self,
+        make_pool: Callable[[Callable[[Sequence[ChunkKey]], None]], Pool],
+        levels: Sequence[Level],
+        *,
+        buffer: memoryview,
+        clock: Clock,
+        counters: Counters,
+        events: LevelEvents,
+        limits: Limits,
+        take_failed_stores: Callable[[], frozenset[int] | None] = frozenset,
+    ) -> None:
+        self.counters = counters
+        self.events = events
+        self.pool = make_pool(self._on_evict)
+        self.levels = tuple(levels)
+        self._buffer = buffer
+        self._clock = clock
+        self._limits = limits
+        self._take_failed_stores = take_failed_stores
+        self._step = 0
+        self._polled_step = -1
+        self._num_loading = 0
+        self._next_store_id = 1
+        self._storing: dict[ChunkKey, int] = {}
+        self._stores: dict[int, _Store] = {}
+        self._holders: dict[str, Request] = {}
+        self._loaders: dict[str, Request] = {}
+        self._draining_until: list[tuple[int, list[int]]] = []
+        self._num_ended_steps = 0
+        self.fresh = Fresh(self.pool)
+        self.restores = Restores(
+            self.pool,
+            self.levels,
+            share_ratio=limits.restore_share_ratio,
+            deadline_s=limits.promote_deadline_s,
+            view_of=self.view,
+            hold=self._hold,
+            num_busy_slots=self._num_busy_slots,
+            counters=counters,
+        )
+        self.cascade = Cascade(
+            self.pool,
+            self.levels,
+            view_of=self.view,
+            counters=counters,
+            max_waiting=limits.max_cascade_waiting,
+        )
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of a slot, `(slot_bytes,)` uint8, writable."""
+        start = self.pool.slots.offset(slot)
+        return self._buffer[start : start + self.pool.slots.size(slot)]
+
+    def _num_busy_slots(self) -> int:
+        return self._num_loading + len(self._storing) + self.cascade.num_pinned
+
+    def _on_evict(self, keys: Sequence[ChunkKey]) -> None:
+        self.counters.evicted_chunks[LEVEL_0] += len(keys)
+        if self.events.enabled:
+            for key in keys:
+                self.events.add(LEVEL_0, key, removed=True)
+
+    # --- lookups ------------------------------------------------------------------------------
+
+    def lookup(self, key: ChunkKey, request: Request, walk_id: object = None) -> Lookup:
+        """Where the chunk of `key` is, for `request`.
+
+        Args:
+            key: The chunk.
+            request: Who asks.
+            walk_id: The group the key belongs to; see `request.Walk`.
+
+        Cost: about 0.5 us for a key asked before, 1 us for a new one.
+        """
+        if request.step != self._step:
+            request.begin_step(self._step)
+        slot = self.pool.table.get(key)
+        if slot >= 0:
+            if self.pool.slots.states[slot] >= SlotState.READY:
+                if slot not in request.holds:
+                    self._hold(request, slot, key)
+                self.counters.lookup_hits += 1
+                if self.levels:
+                    request.walk(walk_id).note(key, Answer.HIT)
+                return Lookup.HIT
+            if self._polled_step != self._step:
+                # What was read between two steps answers in the very next lookup.
+                self._polled_step = self._step
+                self.poll()
+                return self.lookup(key, request, walk_id)
+            return self._lookup_filling(key, request, walk_id)
+        if not self.levels:
+            self.counters.lookup_misses["absent"] += 1
+            return Lookup.MISS
+        return self._lookup_below(key, request, walk_id)
+
+    def _expired(self, request: Request) -> bool:
+        return request.deadline_s is not None and self._clock.now_s() >= request.deadline_s
+
+    def _miss(self, key: ChunkKey, request: Request, walk_id: object, reason: str) -> Lookup:
+        self.counters.lookup_misses[reason] += 1
+        request.walk(walk_id).note(key, Answer.MISS)
+        return Lookup.MISS
+
+    def _lookup_filling(self, key: ChunkKey, request: Request, walk_id: object) -> Lookup:
+        if key in request.denied or self._expired(request):
+            return self._miss(key, request, walk_id, "deadline")
+        if request.deadline_s is None:
+            request.deadline_s = self._clock.now_s() + self._limits.promote_deadline_s
+        self.restores.join(key, request)
+        self.restores.want(request, self._clock.now_s())
+        request.walk(walk_id).note(key, Answer.COMING)
+        self.counters.lookup_pending += 1
+        return Lookup.PENDING
+
+    def _lookup_below(self, key: ChunkKey, request: Request, walk_id: object) -> Lookup:
+        if key in request.denied:
+            return self._miss(key, request, walk_id, "not_restored")
+        if self.restores.level_with(key) is None:
+            return self._miss(key, request, walk_id, "absent")
+        if key in request.promoted:
+            return self._miss(key, request, walk_id, "evicted_again")
+        if self._expired(request):
+            return self._miss(key, request, walk_id, "deadline")
+        self.restores.want(request, self._clock.now_s())
+        request.walk(walk_id).note(key, Answer.BELOW)
+        self.counters.lookup_pending += 1
+        return Lookup.PENDING
+
+    def source_of(self, key: ChunkKey, request: Request) -> str:
+        """The level that `request`'s hit on `key` came from."""
+        return request.promoted.get(key, LEVEL_0)
+
+    def _hold(self, request: Request, slot: int, key: ChunkKey) -> None:
+        self.pool.slots.pin(slot)
+        if not request.holds:
+            self._holders[request.id] = request
+        request.holds[slot] = key
+
+    def _let_go(self, request: Request) -> None:
+        holds, request.holds = request.holds, {}
+        self._holders.pop(request.id, None)
+        for slot in holds:
+            self.pool.unpin(slot)
+
+    # --- loads --------------------------------------------------------------------------------
+
+    def prepare_load(self, keys: Sequence[ChunkKey], request: Request) -> list[int]:
+        """Pin `keys`, all answered HIT in this step, until `complete_load`; returns their slots.
+
+        Raises:
+            Bug: A key is not readable. Loading anything else in its place would be wrong bytes.
+        """
+        slots: list[int] = []
+        for key in keys:
+            slot = self.pool.find(key)
+            if slot < 0 or self.pool.slots.states[slot] < SlotState.READY:
+                for pinned in slots:
+                    self.pool.unpin(pinned)
+                raise Bug(f"request {request.id}: asked to load {key.hex()}, which was not a hit")
+            self.pool.slots.pin(slot)
+            slots.append(slot)
+        request.loading.update(zip(keys, slots, strict=True))
+        request.loaded = list(keys)
+        if self.levels:
+            request.chain.extend(keys)
+        if request.loading:
+            self._loaders[request.id] = request
+        self._num_loading += len(slots)
+        self.restores.leave(request)
+        request.deadline_s = None
+        self._let_go(request)
+        return slots
+
+    def complete_load(self, keys: Iterable[ChunkKey], request: Request) -> None:
+        """The engine has the bytes of `keys`."""
+        for key in keys:
+            slot = request.loading.pop(key, None)
+            if slot is None:
+                continue
+            self._num_loading -= 1
+            self.counters.loaded_chunks += 1
+            self.counters.loaded_bytes += self.pool.slots.size(slot)
+            self.pool.unpin(slot)
+        if not request.loading:
+            self._loaders.pop(request.id, None)
+            self._touch_if_over(request)
+
+    # --- stores -------------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Sequence[ChunkKey], request: Request) -> StorePlan:
+        """Slots for those of `keys` that are not here yet, as far as the room goes.
+
+        `keys` are offered in the engine's order; room is given in prefix order over all groups, so
+        that what is accepted can be used. What is left out counts as done for this request.
+        """
+        find = self.pool.table.get
+        absent = [key for key in dict.fromkeys(keys) if find(key) < 0]
+        if self.levels:
+            request.chain.extend(keys)
+        if not absent:
+            return StorePlan([], [], 0)
+        position_of = request.position_of
+        in_order = absent
+        if position_of(absent[0]) is not None:
+            in_order = sorted(absent, key=lambda key: position_of(key) or 0)
+        slots = self.pool.allocate(in_order)
+        if len(slots) < len(in_order) and self.fresh.settle_others(request.id):
+            slots += self.pool.allocate(in_order[len(slots) :])
+        if len(slots) < len(in_order):
+            self.counters.declined_chunks["host:full"] += len(in_order) - len(slots)
+            in_order = in_order[: len(slots)]
+            absent = [key for key in absent if find(key) >= 0]
+        if not slots:
+            return StorePlan([], [], 0)
+        store_id = self._next_store_id
+        self._next_store_id += 1
+        self._stores[store_id] = _Store(
+            request, absent, dict(zip(in_order, slots, strict=True)), set()
+        )
+        self._storing.update(dict.fromkeys(in_order, store_id))
+        request.num_storing += len(in_order)
+        by_key = self._stores[store_id].slots
+        return StorePlan(absent, [by_key[key] for key in absent], store_id)
+
+    def complete_store(
+        self, keys: Collection[ChunkKey], request: Request, *, success: bool = True
+    ) -> None:
+        """The workers copied `keys` into their slots, or reported that they could not."""
+        self._note_failures()
+        if not isinstance(keys, AbstractSet):
+            keys = set(keys)
+        ready: list[tuple[ChunkKey, int]] = []
+        for store_id in {self._storing.get(key, 0) for key in keys} - {0}:
+            store = self._stores[store_id]
+            ended = [(k, slot) for k, slot in store.slots.items() if k in keys]
+            failed = store.failed if success else set(store.keys)
+            for key, slot in ended:
+                del store.slots[key], self._storing[key]
+                if self.pool.slots.states[slot] == SlotState.DRAINING:
+                    self.pool.slots.give_back(slot)
+                elif key in failed:
+                    self.pool.abandon(key, slot, buffer_free=True)
+                    self.counters.dropped_chunks[LEVEL_0, "copy_failed"] += 1
+                else:
+                    ready.append((key, slot))
+            request.num_storing -= len(ended)
+            if not store.slots:
+                del self._stores[store_id]
+        self.counters.stored_chunks += len(ready)
+        self.counters.stored_bytes += sum(self.pool.slots.size(slot) for _, slot in ready)
+        self.fresh.add(request, ready, self._step)
+        if self.events.enabled:
+            for key, _ in ready:
+                self.events.add(LEVEL_0, key, removed=False)
+        self.cascade.add([key for key, _ in ready])
+        self._touch_if_over(request)
+
+    def _note_failures(self) -> None:
+        reports = self._take_failed_stores()
+        if reports is None:  # some were lost
+            for store in self._stores.values():
+                store.failed.update(store.keys)
+            return
+        for report in reports:
+            store_id = report & ((1 << _STORE_ID_BITS) - 1)
+            chunk_number = report >> _STORE_ID_BITS
+            if store_id in self._stores:
+                store = self._stores[store_id]
+                store.failed.update(
+                    store.keys[chunk_number - 1 : chunk_number] if chunk_number else store.keys
+                )
+
+    # --- requests and steps -------------------------------------------------------------------
+
+    def finish_request(self, request: Request) -> None:
+        """No more lookups, loads or stores will be prepared for `request`."""
+        request.finished = True
+        self.restores.leave(request)
+        self._let_go(request)
+        self._touch_if_over(request)
+
+    def _touch_if_over(self, request: Request) -> None:
+        """Touch the chain of a request leaf first, once nothing of it is under way."""
+        if not request.finished or request.loading or request.num_storing > 0:
+            return
+        # The loaded part is the root's; it goes last, so that the root ends up newest.
+        self.fresh.settle(request.id)
+        self.pool.touch(request.loaded)
+        if not self.levels:
+            return
+        chain = list(dict.fromkeys(request.chain))
+        request.chain.clear()
+        for level in self.levels:
+            level.touch(chain)
+        # What a lower level refused or lost while it was full or away gets another chance.
+        self.cascade.add([key for key in chain if self.restores.level_with(key) is None])
+
+    def end_step(self, scheduled: Collection[str] = ()) -> None:
+        """Once per engine step, after its lookups and loads, before its stores.
+
+        Args:
+            scheduled: Ids of requests that began to run in this step: they want nothing any more.
+        """
+        self.poll()
+        now_s = self._clock.now_s()
+        for request_id in scheduled:
+            holder = self._holders.get(request_id)
+            if holder is not None:
+                self._let_go(holder)
+            waiting = self.restores.find(request_id)
+            if waiting is not None:
+                self.restores.leave(waiting)
+                waiting.deadline_s = None
+        self.fresh.settle_idle(self._step)
+        self.restores.refresh()
+        self.restores.admit(self._step, now_s)
+        self.cascade.submit()
+        for request in list(self._holders.values()):
+            kept = request.queued and request.deadline_s is not None and now_s < request.deadline_s
+            if not kept:
+                self._let_go(request)
+        if any(level.epoch_moved() for level in self.levels):
+            _LOG.warning("another engine dropped the shared cache; this one forgets it too")
+            self._forget_all(raise_epoch=False)
+        self._step += 1
+
+    def poll(self) -> None:
+        """Book what the movers have finished. O(finished)."""
+        for level in self.levels:
+            for done in level.transfers.poll():
+                if done.op is Op.READ:
+                    self.restores.settle(level, done)
+                elif done.op is Op.WRITE:
+                    self.cascade.settle(level, done)
+                level.settle(done)
+            for ticket in level.transfers.take_released():
+                self.restores.released(level, ticket)
+                self.cascade.released(level, ticket)
+
+    def step_ended(self) -> None:
+        """The workers have finished a step that was scheduled; called once per step's output."""
+        self._num_ended_steps += 1
+        while self._draining_until and self._draining_until[0][0] <= self._num_ended_steps:
+            for slot in self._draining_until.pop(0)[1]:
+                self.pool.unpin(slot)
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine should keep stepping although it has no request."""
+        return bool(len(self.restores) or len(self.cascade) or self._draining_until)
+
+    # --- reset and close ----------------------------------------------------------------------
+
+    def reset(self) -> bool:
+        """Forget everything, on every level, for every process that shares one.
+
+        Blocks at most the drain deadline. Slots with transfers in flight drain first.
+
+        Returns:
+            False if a lower level could not raise its epoch in time; it stays unused until it has.
+        """
+        self.counters.resets += 1
+        self._forget_all(raise_epoch=True)
+        self._quarantine_worker_slots()
+        deadline_s = self._clock.now_s() + self._limits.drain_deadline_s
+        in_time = True
+        for level in self.levels:
+            in_time &= level.wait_void(max(0.0, deadline_s - self._clock.now_s()))
+        return in_time
+
+    def _forget_all(self, *, raise_epoch: bool) -> None:
+        self.cascade.clear_waiting()
+        for request in list(self._holders.values()):
+            self._let_go(request)
+        for key, slot in list(self.pool.keys()):
+            self.events.add(LEVEL_0, key, removed=True)
+            self.pool.void(key, slot)
+        self.fresh.forget_all()
+        for level in self.levels:
+            level.void(raise_epoch=raise_epoch)
+        self.restores.refresh()
+
+    def _quarantine_worker_slots(self) -> None:
+        """The engine drops the acks of jobs begun before its reset: hold their slots back.
+
+        It orders the workers to finish those jobs in the next step; when that step has ended,
+        nobody touches the slots any more.
+        """
+        held: list[int] = []
+        for store in self._stores.values():
+            for slot in store.slots.values():
+                self.pool.slots.pin(slot)
+                held.append(slot)
+            store.request.num_storing = 0
+        self._stores.clear()
+        self._storing.clear()
+        for request in self._loaders.values():
+            held.extend(request.loading.values())
+            request.loading.clear()
+        self._loaders.clear()
+        self._num_loading = 0
+        if held:
+            self._draining_until.append((self._step + 1, held))
+
+    def close(self) -> None:
+        """Stop movers and close tiers; blocks at most the shutdown deadline. Twice is fine."""
+        deadline_s = self._clock.now_s() + self._limits.shutdown_deadline_s
+        self._flush(deadline_s - self._limits.shutdown_deadline_s / 4)
+        for level in self.levels:
+            level.close(deadline_s)
+        self.poll()
+
+    def _flush(self, deadline_s: float) -> None:
+        """Give chunks that are not yet copied down a last chance."""
+        while len(self.cascade) and self._clock.now_s() < deadline_s:
+            self.cascade.submit()
+            for level in self.levels:
+                if not level.usable or not level.transfers.drain(deadline_s):
+                    return
+            self.poll()

@@ -1,0 +1,246 @@
+"""One level below level 0: a tier, who may come in, who goes first, and its movers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from undercroft.admission.base import Admission
+from undercroft.clock import Clock
+from undercroft.errors import CorruptChunk, KvError, TierFull
+from undercroft.hierarchy.counters import Counters
+from undercroft.hierarchy.events import LevelEvents
+from undercroft.hierarchy.outcome import Done, Op
+from undercroft.hierarchy.transfers import Transfers
+from undercroft.keys import ChunkKey
+from undercroft.policies.base import EvictionPolicy
+from undercroft.tiers.base import Bounded, Epochal, Indexed, Tier
+
+__all__ = ["Level", "drop_reason"]
+
+_LOG = logging.getLogger(__name__)
+_MAX_EVICTIONS_PER_CALL = 64
+_UNBOUNDED_CHUNKS = 1 << 40
+_RAISE_RETRY_S = 1.0
+
+
+def drop_reason(error: KvError) -> str:
+    """The word under which a failure is counted."""
+    if isinstance(error, CorruptChunk):
+        return "corrupt"
+    return type(error).__name__.removeprefix("Tier").lower()
+
+
+class Level:
+    """A lower level. All methods but those of the raiser thread run on the scheduler thread.
+
+    Args:
+        tier: Must be `Indexed`; `Bounded` and `Epochal` are used when there.
+        transfers: Moves the tier's bytes.
+        slot_bytes: Bytes of a chunk of each size class, as the tier sees them.
+        class_of: The size class of a key.
+        make_policy: Called once per size class with the number of chunks it could have.
+        admission: Asked once per chunk offered.
+        write_deadline_s: How long a queued write may take.
+    """
+
+    def __init__(  # noqa: PLR0913 - the one place where a level is put together
+        self,
+        tier: Tier,
+        *,
+        transfers: Transfers,
+        slot_bytes: Sequence[int],
+        class_of: Callable[[ChunkKey], int],
+        make_policy: Callable[[int], EvictionPolicy],
+        admission: Admission,
+        clock: Clock,
+        counters: Counters,
+        events: LevelEvents,
+        write_deadline_s: float,
+    ) -> None:
+        if not isinstance(tier, Indexed):
+            raise TypeError(f"tier {tier.name!r} keeps no index in memory; such tiers come later")
+        self.name = tier.name
+        self.tier = tier
+        self._indexed: Indexed = tier
+        self._bounded = tier if isinstance(tier, Bounded) else None
+        self._epochal = tier if isinstance(tier, Epochal) else None
+        self.transfers = transfers
+        self._slot_bytes = tuple(slot_bytes)
+        self._class_of = class_of
+        self._admission = admission
+        self._clock = clock
+        self._counters = counters
+        self._events = events
+        self._write_deadline_s = write_deadline_s
+        self._policies = [make_policy(self._capacity_chunks(n)) for n in self._slot_bytes]
+        self._ahead = [
+            max(1, min(32, self._capacity_chunks(n) // 64)) if self._bounded else 0
+            for n in self._slot_bytes
+        ]
+        self._writing: dict[ChunkKey, tuple[int, int]] = {}
+        self._generation = 0
+        self._num_writing = [0] * len(self._slot_bytes)
+        self._num_deleting = [0] * len(self._slot_bytes)
+        self._epoch_seen = self._epochal.epoch() if self._epochal else 0
+        self._raiser: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._adopt()
+
+    def _capacity_chunks(self, num_bytes: int) -> int:
+        return self._bounded.capacity_bytes // num_bytes if self._bounded else _UNBOUNDED_CHUNKS
+
+    def _adopt(self) -> None:
+        classes = {num_bytes: c for c, num_bytes in enumerate(self._slot_bytes)}
+        for key, num_bytes in self._indexed.evictable():
+            size_class = classes.get(num_bytes)
+            if size_class is not None:
+                self._policies[size_class].on_insert(key)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the level is asked at all: not void, and its breaker lets calls through."""
+        raiser = self._raiser
+        if raiser is not None:
+            if raiser.is_alive():
+                return False
+            self._raiser = None
+        return self.transfers.available
+
+    def has(self, key: ChunkKey) -> bool:
+        """Whether a read of `key` is worth trying. No I/O."""
+        return self._indexed.has(key)
+
+    def free_for_writes(self, size_class: int) -> int:
+        """Chunks that can be written without an eviction, those on their way counted."""
+        if self._bounded is None:
+            return _UNBOUNDED_CHUNKS
+        free = self._bounded.free_chunks(self._slot_bytes[size_class])
+        return free + self._num_deleting[size_class] - self._num_writing[size_class]
+
+    def offer(self, key: ChunkKey, data: memoryview) -> int | None:
+        """Start writing `key`; returns the ticket, or None if it is not written (counted)."""
+        size_class = self._class_of(key)
+        if not self.usable:
+            self._decline("unavailable")
+            return None
+        if key in self._writing or self._indexed.has(key):
+            return None
+        if not self._admission.admit(key, len(data)):
+            self._decline("not_admitted")
+            return None
+        self.make_room(size_class, 1)
+        ticket = self.transfers.write(key, data, self._clock.now_s() + self._write_deadline_s)
+        if ticket is None:
+            self._decline("backpressure")
+            return None
+        self._writing[key] = (size_class, self._generation)
+        self._num_writing[size_class] += 1
+        return ticket
+
+    def _decline(self, reason: str) -> None:
+        self._counters.declined_chunks[f"{self.name}:{reason}"] += 1
+
+    def make_room(self, size_class: int, num_chunks: int) -> None:
+        """Delete the coldest chunks, so that `num_chunks` and a little more fit."""
+        missing = num_chunks + self._ahead[size_class] - self.free_for_writes(size_class)
+        if missing <= 0:
+            return
+        policy = self._policies[size_class]
+        for key in list(islice(policy.victims(), min(missing, _MAX_EVICTIONS_PER_CALL))):
+            policy.on_evict(key)
+            self.transfers.delete(key)
+            self._num_deleting[size_class] += 1
+            self._counters.evicted_chunks[self.name] += 1
+            self._events.add(self.name, key, removed=True)
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """`keys`, a prefix from the root on, were used."""
+        for key in reversed(keys):
+            policy = self._policies[self._class_of(key)]
+            if key in policy:
+                policy.on_hit(key)
+
+    def settle(self, done: Done) -> None:
+        """Book the end of a write or delete, or the failure of a read."""
+        key, error = done.outcome.key, done.outcome.error
+        size_class = self._class_of(key)
+        if done.op is Op.DELETE:
+            self._num_deleting[size_class] -= 1
+        elif done.op is Op.WRITE:
+            self._settle_write(key, error, done.outcome.num_bytes)
+        elif isinstance(error, CorruptChunk):
+            self._policies[size_class].on_drop(key)
+            self._events.add(self.name, key, removed=True)
+        if error is not None:
+            self._counters.dropped_chunks[self.name, drop_reason(error)] += 1
+            if isinstance(error, TierFull):
+                self.make_room(size_class, 1)
+
+    def _settle_write(self, key: ChunkKey, error: KvError | None, num_bytes: int) -> None:
+        size_class, generation = self._writing.pop(key)
+        self._num_writing[size_class] -= 1
+        if error is not None or generation != self._generation:
+            return
+        policy = self._policies[size_class]
+        if key not in policy:
+            policy.on_insert(key)
+        self._counters.cascaded_chunks[self.name] += 1
+        self._counters.cascaded_bytes[self.name] += num_bytes
+        self._events.add(self.name, key, removed=False)
+
+    # --- epochs -------------------------------------------------------------------------------
+
+    def epoch_moved(self) -> bool:
+        """Whether another process raised the epoch since this level last looked."""
+        if self._epochal is None or self._raiser is not None:
+            return False
+        return self._epochal.epoch() != self._epoch_seen
+
+    def void(self, *, raise_epoch: bool) -> None:
+        """Forget everything; the level is unusable until nothing old can be written any more.
+
+        With `raise_epoch`, what is stored becomes void for every process, durably; `wait_void`
+        waits for that.
+        """
+        self._generation += 1
+        self.transfers.cancel_queued()
+        for policy in self._policies:
+            for key in list(policy.victims()):
+                policy.on_drop(key)
+        self._raiser = threading.Thread(
+            target=self._raise_epoch, args=(raise_epoch,), name=f"undercroft-{self.name}-epoch"
+        )
+        self._raiser.daemon = True
+        self._raiser.start()
+
+    def wait_void(self, timeout_s: float) -> bool:
+        """Wait until the epoch is raised; False if it is still under way after `timeout_s`."""
+        if self._raiser is None:
+            return True
+        self._raiser.join(timeout_s)
+        return not self._raiser.is_alive()
+
+    def _raise_epoch(self, raise_epoch: bool) -> None:  # noqa: FBT001 - thread target
+        # A write that began before the reset may still run and would be stamped with the epoch it
+        # sees: wait for it first. If it hangs, raise at once for durability and again afterwards.
+        drained = self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
+        while not self._stop.is_set():
+            try:
+                if self._epochal is not None:
+                    if raise_epoch:
+                        self._epochal.raise_epoch()
+                    self._epoch_seen = self._epochal.epoch()
+                if drained:
+                    return
+            except KvError as error:
+                _LOG.warning("tier %s: the epoch cannot be raised yet: %s", self.name, error)
+                self._stop.wait(_RAISE_RETRY_S)
+            drained = self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
+
+    def close(self, deadline_s: float) -> None:
+        """Stop the movers and close the tier, bounded even if the tier hangs."""
+        self._stop.set()
+        self.transfers.close(deadline_s)

@@ -1,0 +1,218 @@
+"""Level 0: which key is in which slot, who may be evicted, and who goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from undercroft.errors import Bug
+from undercroft.hierarchy.slots import Slots, SlotState
+from undercroft.key_table import KeyTable
+from undercroft.keys import ChunkKey
+from undercroft.policies.base import EvictionPolicy
+
+__all__ = ["Pool"]
+
+_MAX_SKIPPED = 512
+"""Pinned keys one search for a victim may pass over; keeps a single call short. They are moved out
+of the way, so the next search goes on behind them."""
+
+
+class Pool:
+    """The slot table of level 0.
+
+    A key is in the table from the moment its slot is FILLING until the slot is evicted, dropped or
+    drained. Policies know READY keys only.
+
+    Args:
+        slots: Geometry, states and pins.
+        make_policy: Called once per size class with the number of slots the class could have.
+        class_of: The size class of a key.
+        on_evict: Told the keys that leave by choice of a policy.
+
+    Threads: one (the scheduler's). Cost: O(1) per call, amortized.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        *,
+        make_policy: Callable[[int], EvictionPolicy],
+        class_of: Callable[[ChunkKey], int],
+        on_evict: Callable[[Sequence[ChunkKey]], None],
+    ) -> None:
+        self.slots = slots
+        self.table = KeyTable()
+        self.class_of = class_of
+        self._on_evict = on_evict
+        # Who is in a slot is asked for only when an extent changes its class. An object array,
+        # because the garbage collector does not walk through one.
+        self._many = len(slots.slot_bytes) > 1
+        self._owners = np.full(len(slots.states) if self._many else 0, None, dtype=object)
+        self._policies = [make_policy(slots.capacity(c)) for c in range(len(slots.slot_bytes))]
+
+    def find(self, key: ChunkKey) -> int:
+        """The slot that holds or awaits `key`; -1 if there is none."""
+        return self.table.get(key)
+
+    def available(self, size_class: int) -> int:
+        """Slots of `size_class` that `allocate` could hand out now, stealing left aside."""
+        return self.slots.num_free(size_class) + self.slots.num_evictable(size_class)
+
+    def allocate(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """A FILLING slot for each of `keys`, evicting if need be.
+
+        Returns:
+            Shorter than `keys` when everything left is pinned or filling: the first ones got one.
+        """
+        reuse = self._make_room(keys)
+        slots: list[int] = []
+        set_slot, take = self.table.set, self.slots.take
+        for key in keys:
+            size_class = self.class_of(key) if self._many else 0
+            slot = take(size_class)
+            if slot < 0:
+                spare = reuse.get(size_class)
+                if spare:
+                    slot = spare.pop()
+                elif self._many and self._steal_extent(size_class):
+                    slot = take(size_class)
+                if slot < 0:
+                    break
+            set_slot(key, slot)
+            slots.append(slot)
+        if self._many:
+            for key, slot in zip(keys, slots, strict=False):
+                self._owners[slot] = key
+        for spare in reuse.values():
+            for slot in spare:
+                self.slots.give_back(slot)
+        return slots
+
+    def _make_room(self, keys: Sequence[ChunkKey]) -> dict[int, list[int]]:
+        """Evict as many chunks of each size class as `keys` lack slots; their slots, by class."""
+        if not self._many:
+            missing = len(keys) - self.slots.num_free(0)
+            return {0: self._evict(0, missing)} if missing > 0 else {}
+        counts: dict[int, int] = {}
+        for key in keys:
+            size_class = self.class_of(key)
+            counts[size_class] = counts.get(size_class, 0) + 1
+        room: dict[int, list[int]] = {}
+        for size_class, count in counts.items():
+            missing = count - self.slots.num_free(size_class)
+            if missing > 0:
+                room[size_class] = self._evict(size_class, missing)
+        return room
+
+    def make_ready(self, key: ChunkKey, slot: int) -> None:
+        """The bytes of `key` are in its slot, and its policy may name it as a victim."""
+        self.slots.set_state(slot, SlotState.READY)
+        self._policies[self.class_of(key)].on_insert(key)
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """`keys`, a prefix from the root on, were used; the deepest ends up the oldest of them."""
+        find = self.table.get
+        states = self.slots.states
+        for key in reversed(keys):
+            slot = find(key)
+            if slot >= 0 and states[slot] == SlotState.READY:
+                policy = self._policies[self.class_of(key)]
+                if key in policy:
+                    policy.on_hit(key)
+
+    def abandon(self, key: ChunkKey, slot: int, *, buffer_free: bool) -> None:
+        """The fill of `slot` failed. It drains first if somebody may still write into it."""
+        self.table.pop(key)
+        if buffer_free:
+            self.slots.give_back(slot)
+        else:
+            self.slots.set_state(slot, SlotState.DRAINING)
+
+    def void(self, key: ChunkKey, slot: int) -> None:
+        """`key` must not be served again; its slot drains until its last user is gone."""
+        self.table.pop(key)
+        self._policies[self.class_of(key)].on_drop(key)
+        filling = self.slots.states[slot] == SlotState.FILLING
+        self.slots.set_state(slot, SlotState.DRAINING)
+        if not filling and self.slots.pins[slot] == 0:
+            self.slots.give_back(slot)
+
+    def unpin(self, slot: int) -> None:
+        """Take a pin away; a draining slot goes back with its last pin."""
+        if self.slots.unpin(slot) == 0 and self.slots.states[slot] == SlotState.DRAINING:
+            self.slots.give_back(slot)
+
+    def keys(self) -> Iterator[tuple[ChunkKey, int]]:
+        """Every key in the table with its slot. O(keys)."""
+        for key, slot in self.table.items():
+            yield ChunkKey(key), slot
+
+    def residency(self) -> tuple[int, int]:
+        """Bytes of taken slots, bytes of all slots."""
+        slots = self.slots
+        used = sum(slots.num_taken(c) * size for c, size in enumerate(slots.slot_bytes))
+        return used, slots.num_extents * slots.extent_bytes
+
+    def _evict(self, size_class: int, count: int) -> list[int]:
+        """Evict up to `count` unpinned chunks, coldest first; their slots, FILLING by now."""
+        slots, policy = self.slots, self._policies[size_class]
+        if slots.num_evictable(size_class) == 0:
+            return []
+        find, pins = self.table.get, slots.pins
+        victims: list[ChunkKey] = []
+        skipped: list[ChunkKey] = []
+        for key in policy.victims():
+            if pins[find(key)]:
+                skipped.append(key)
+                if len(skipped) == _MAX_SKIPPED:
+                    break
+                continue
+            victims.append(key)
+            if len(victims) == count:
+                break
+        for key in skipped:
+            policy.on_hit(key)
+        return self._leave(victims, policy)
+
+    def _leave(self, victims: Sequence[ChunkKey], policy: EvictionPolicy) -> list[int]:
+        pop, recycle, on_evict = self.table.pop, self.slots.recycle, policy.on_evict
+        freed: list[int] = []
+        for key in victims:
+            slot = pop(key)
+            if slot < 0:
+                raise Bug("a policy named a victim that is not resident")
+            on_evict(key)
+            recycle(slot)
+            freed.append(slot)
+        if victims:
+            self._on_evict(victims)
+        return freed
+
+    def _steal_extent(self, size_class: int) -> bool:
+        """Free a whole extent of the class that holds most, coldest first; rare."""
+        slots = self.slots
+        others = [c for c in range(len(slots.slot_bytes)) if c != size_class]
+        others.sort(key=lambda c: slots.num_taken(c) * slots.slot_bytes[c], reverse=True)
+        for other in others:
+            tried: set[int] = set()
+            for key in self._policies[other].victims():
+                extent = slots.extent_slots(self.table.get(key))
+                if extent.start in tried:
+                    continue
+                tried.add(extent.start)
+                if self._empty_extent(extent, other):
+                    return True
+                if len(tried) == 16:  # noqa: PLR2004 - bounds the work of one call
+                    break
+        return False
+
+    def _empty_extent(self, extent: range, size_class: int) -> bool:
+        slots = self.slots
+        taken = [slot for slot in extent if slots.states[slot]]
+        if any(slots.pins[s] or slots.states[s] != SlotState.READY for s in taken):
+            return False
+        for slot in self._leave([self._owners[s] for s in taken], self._policies[size_class]):
+            slots.give_back(slot)
+        return True

@@ -1,0 +1,141 @@
+"""What the hierarchy remembers of one request while it lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, IntEnum
+
+from undercroft.keys import ChunkKey
+
+__all__ = ["Answer", "Lookup", "Request", "Walk"]
+
+
+class Lookup(Enum):
+    """The answer to a lookup."""
+
+    HIT = "hit"
+    """Readable now, and until the request loads it, ends, or its deadline passes."""
+    MISS = "miss"
+    PENDING = "pending"
+    """On its way; ask again next step."""
+
+
+class Answer(IntEnum):
+    """What one lookup of a walk found; one byte each."""
+
+    HIT = 0
+    COMING = 1
+    """Being filled already."""
+    BELOW = 2
+    """A lower level has it; nobody fetches it yet."""
+    MISS = 3
+
+
+class Walk:
+    """The lookups of one group in one pass of the engine over a request's keys.
+
+    Engines walk a full-attention group from the root until the first miss, and a sliding-window
+    or state group from the end until the window is complete. They may walk again within a step
+    over fewer keys; then only the last pass counts.
+    """
+
+    __slots__ = ("answers", "keys")
+
+    def __init__(self) -> None:
+        self.keys: list[ChunkKey] = []
+        self.answers = bytearray()
+
+    def note(self, key: ChunkKey, answer: Answer) -> None:
+        """Append one lookup."""
+        self.keys.append(key)
+        self.answers.append(answer)
+
+    def usable(self, position_of: Callable[[ChunkKey], int | None]) -> range:
+        """Indices of the keys that the engine's result can consist of.
+
+        From the root: all before the first miss. From the end: all after the last miss, since a
+        gap rules out everything nearer the end.
+        """
+        if self.descends(position_of):
+            return range(self.answers.rfind(Answer.MISS) + 1, len(self.keys))
+        first_miss = self.answers.find(Answer.MISS)
+        return range(len(self.keys) if first_miss < 0 else first_miss)
+
+    def descends(self, position_of: Callable[[ChunkKey], int | None]) -> bool:
+        """Whether the walk went from the end towards the root."""
+        if len(self.keys) < 2:  # noqa: PLR2004 - a direction needs two points
+            return False
+        first, last = position_of(self.keys[0]), position_of(self.keys[-1])
+        return first is not None and last is not None and last < first
+
+
+def _no_position(_key: ChunkKey) -> int | None:
+    return None
+
+
+class Request:
+    """State of one request. Made by `Hierarchy.open_request`; opaque to adapters.
+
+    Args:
+        request_id: The engine's name of the request.
+        position_of: Tells how many tokens into the request a key's chunk ends, if known.
+    """
+
+    __slots__ = (
+        "admit_by_s",
+        "chain",
+        "deadline_s",
+        "denied",
+        "finished",
+        "holds",
+        "id",
+        "loaded",
+        "loading",
+        "num_storing",
+        "position_of",
+        "promoted",
+        "queued",
+        "step",
+        "walk_id",
+        "walks",
+    )
+
+    def __init__(
+        self, request_id: str, position_of: Callable[[ChunkKey], int | None] = _no_position
+    ) -> None:
+        self.id = request_id
+        self.position_of = position_of
+        self.step = -1
+        self.walk_id: object = None
+        self.walks: dict[object, Walk] = {}
+        self.holds: dict[int, ChunkKey] = {}
+        """Slots this request pinned because a lookup said HIT, or a promotion for it arrived."""
+        self.loading: dict[ChunkKey, int] = {}
+        self.loaded: list[ChunkKey] = []
+        """Keys of its last load, in prefix order."""
+        self.promoted: dict[ChunkKey, str] = {}
+        """Keys read from a lower level for this request, and the level's name."""
+        self.denied: set[ChunkKey] = set()
+        """Keys this request is told MISS for, whatever a lower level may have."""
+        self.chain: list[ChunkKey] = []
+        """Keys loaded or stored, in order; lower levels are told leaf first when it ends."""
+        self.deadline_s: float | None = None
+        """When PENDING turns into MISS; None while nothing is waited for."""
+        self.admit_by_s = 0.0
+        """When a restore stops waiting for its turn and takes what fits."""
+        self.num_storing = 0
+        self.queued = False
+        self.finished = False
+
+    def begin_step(self, step: int) -> None:
+        """Forget the walks of earlier steps."""
+        self.step = step
+        self.walks.clear()
+        self.walk_id = None
+
+    def walk(self, walk_id: object) -> Walk:
+        """The pass the engine is on for `walk_id`; a switch of group begins a new pass."""
+        if walk_id != self.walk_id or walk_id not in self.walks:
+            self.walk_id = walk_id
+            self.walks[walk_id] = Walk()
+        return self.walks[walk_id]

@@ -1,0 +1,279 @@
+"""Bring chunks up from lower levels for waiting requests: decide first, then read.
+
+A lookup only notes what a lower level has. At the end of the step the noted keys are weighed: the
+longest usable prefix that fits the free share of level 0 is read, in order of arrival; what does
+not fit is answered MISS and recomputed. A chunk brought up is pinned for the requests that wait for
+it, so restores do not evict each other, and no byte is read for a key beyond the final hit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from undercroft.hierarchy.counters import Counters
+from undercroft.hierarchy.level import Level
+from undercroft.hierarchy.outcome import Done, Op
+from undercroft.hierarchy.pool import Pool
+from undercroft.hierarchy.request import Answer, Request, Walk
+from undercroft.keys import ChunkKey
+
+__all__ = ["Restores"]
+
+
+@dataclass(slots=True)
+class _Promotion:
+    key: ChunkKey
+    slot: int
+    level: Level
+    waiting: list[Request]
+
+
+class Restores:
+    """Promotions under way, and the requests that want some. Threads: the scheduler's.
+
+    Args:
+        share_ratio: The part of level 0 that restores may hold at once, 0 to 1.
+        deadline_s: How long a request may be kept waiting, at least; twice the predicted time of
+            its reads if that is longer.
+        view_of: The bytes of a slot.
+        hold: Pins a READY slot for a request until it loads, ends, or runs out of time.
+        num_busy_slots: Slots that stores, loads and cascades will let go of by themselves.
+    """
+
+    def __init__(  # noqa: PLR0913 - wired once, by the hierarchy
+        self,
+        pool: Pool,
+        levels: Sequence[Level],
+        *,
+        share_ratio: float,
+        deadline_s: float,
+        view_of: Callable[[int], memoryview],
+        hold: Callable[[Request, int, ChunkKey], None],
+        num_busy_slots: Callable[[], int],
+        counters: Counters,
+    ) -> None:
+        self._pool = pool
+        self._levels = levels
+        self._share_ratio = share_ratio
+        self.deadline_s = deadline_s
+        self._view_of = view_of
+        self._hold = hold
+        self._num_busy_slots = num_busy_slots
+        self._counters = counters
+        self._queue: dict[str, Request] = {}
+        self._by_ticket: dict[tuple[str, int], _Promotion] = {}
+        self._by_key: dict[ChunkKey, _Promotion] = {}
+        self._late: dict[tuple[str, int], int] = {}
+        self._usable: list[Level] = []
+        self.refresh()
+
+    def __len__(self) -> int:
+        return len(self._by_ticket)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose restore is not finished."""
+        return len(self._queue)
+
+    def level_with(self, key: ChunkKey) -> Level | None:
+        """The nearest usable lower level that has `key`."""
+        for level in self._usable:
+            if level.has(key):
+                return level
+        return None
+
+    def refresh(self) -> None:
+        """Look again which levels may be asked; once a step is enough."""
+        self._usable = [level for level in self._levels if level.usable]
+
+    def find(self, request_id: str) -> Request | None:
+        """The waiting request of that id."""
+        return self._queue.get(request_id)
+
+    def join(self, key: ChunkKey, request: Request) -> None:
+        """`request` also waits for a chunk that is being promoted, if it is."""
+        promotion = self._by_key.get(key)
+        if promotion is not None and request not in promotion.waiting:
+            promotion.waiting.append(request)
+
+    def want(self, request: Request, now_s: float) -> None:
+        """Note that `request` found chunks below in this step."""
+        if not request.queued:
+            request.queued = True
+            self._queue[request.id] = request
+            if request.deadline_s is None:
+                request.deadline_s = now_s + self.deadline_s
+                request.admit_by_s = now_s + self.deadline_s / 2
+
+    def leave(self, request: Request) -> None:
+        """`request` wants nothing any more; what is on its way arrives unpinned."""
+        if request.queued:
+            request.queued = False
+            self._queue.pop(request.id, None)
+
+    def admit(self, step: int, now_s: float) -> None:
+        """Start the reads of as many waiting requests as fit, in order of arrival."""
+        for request in list(self._queue.values()):
+            if request.step != step:
+                continue
+            wanted = self._wanted(request)
+            if not wanted:
+                continue
+            if self._fits(wanted):
+                self._start(request, wanted, now_s)
+            elif now_s < request.admit_by_s and self._others_hold(request):
+                # Whoever came first will let go soon.
+                return
+            else:
+                self._trim(request, wanted, now_s)
+
+    def _wanted(self, request: Request) -> list[ChunkKey]:
+        """Keys to read so that the walks of this step end in hits; empty if they cannot."""
+        wanted: list[ChunkKey] = []
+        for walk in request.walks.values():
+            usable = walk.usable(request.position_of)
+            if not usable:
+                return []
+            wanted += [walk.keys[i] for i in usable if walk.answers[i] == Answer.BELOW]
+        return [key for key in dict.fromkeys(wanted) if self._pool.find(key) < 0]
+
+    def _by_class(self, keys: Sequence[ChunkKey]) -> dict[int, int]:
+        counts: dict[int, int] = {}
+        for key in keys:
+            size_class = self._pool.class_of(key)
+            counts[size_class] = counts.get(size_class, 0) + 1
+        return counts
+
+    def _room(self, size_class: int) -> int:
+        share = int(self._pool.slots.capacity(size_class) * self._share_ratio)
+        return min(self._pool.available(size_class), max(1, share))
+
+    def _fits(self, keys: Sequence[ChunkKey]) -> bool:
+        return all(n <= self._room(c) for c, n in self._by_class(keys).items())
+
+    def _others_hold(self, request: Request) -> bool:
+        if self._num_busy_slots():
+            return True
+        if any(p.waiting and request not in p.waiting for p in self._by_ticket.values()):
+            return True
+        return any(other is not request and other.holds for other in self._queue.values())
+
+    def _trim(self, request: Request, wanted: list[ChunkKey], now_s: float) -> None:
+        """Deny what does not fit. With one walk from the root the rest is read at once."""
+        walks = list(request.walks.values())
+        room = {c: self._room(c) for c in self._by_class(wanted)}
+        if len(walks) == 1 and not walks[0].descends(request.position_of):
+            taken: list[ChunkKey] = []
+            for key in wanted:
+                size_class = self._pool.class_of(key)
+                if room[size_class] == 0:
+                    request.denied.add(key)
+                    break
+                room[size_class] -= 1
+                taken.append(key)
+            if taken:
+                self._start(request, taken, now_s)
+            return
+        # Several groups must be cut at the same token. Nothing is read yet: the engine walks again
+        # next step over the shorter prefix, and groups walked from the end ask for other keys.
+        self._cut_walks(request, walks)
+
+    def _cut_walks(self, request: Request, walks: list[Walk]) -> None:
+        descending = [w for w in walks if w.descends(request.position_of) or len(w.keys) == 1]
+        ascending = [w for w in walks if w not in descending]
+        cut = self._cut_position(request, ascending, descending)
+        if cut is None:
+            for walk in walks:
+                request.denied.update(walk.keys)
+            return
+        for walk in ascending:
+            beyond = (k for k in walk.keys if (request.position_of(k) or 0) >= cut)
+            request.denied.update(islice(beyond, 1))
+
+    def _cut_position(
+        self, request: Request, ascending: list[Walk], descending: list[Walk]
+    ) -> int | None:
+        """The token at which the prefix stops fitting, the windows' share set aside."""
+        window = self._by_class([key for walk in descending for key in walk.keys])
+        sharing = Counter(self._pool.class_of(walk.keys[0]) for walk in ascending)
+        cuts: list[int] = []
+        for walk in ascending:
+            size_class = self._pool.class_of(walk.keys[0])
+            room = self._room(size_class) - window.get(size_class, 0)
+            below = [i for i, answer in enumerate(walk.answers) if answer == Answer.BELOW]
+            fitting = max(0, room) // sharing[size_class]
+            if fitting < len(below):
+                position = request.position_of(walk.keys[below[fitting]])
+                if position is not None:
+                    cuts.append(position)
+        return min(cuts, default=None)
+
+    def _start(self, request: Request, keys: Sequence[ChunkKey], now_s: float) -> None:
+        levels: list[Level] = []
+        for key in keys:
+            level = self.level_with(key)
+            if level is None:
+                request.denied.add(key)
+                break
+            levels.append(level)
+        slots = self._pool.allocate(keys[: len(levels)])
+        if len(slots) < len(levels):
+            request.denied.add(keys[len(slots)])
+        started = [
+            _Promotion(key, slot, level, [request])
+            for key, slot, level in zip(keys, slots, levels, strict=False)
+        ]
+        total_bytes = sum(map(self._pool.slots.size, slots))
+        deadline_s = now_s + self.deadline_s
+        if started:
+            predicted_s = total_bytes * (started[0].level.transfers.s_per_byte(Op.READ) or 0.0)
+            deadline_s = max(deadline_s, now_s + 2 * predicted_s)
+        request.deadline_s = deadline_s
+        for promotion in started:
+            ticket = promotion.level.transfers.read(
+                promotion.key, self._view_of(promotion.slot), deadline_s
+            )
+            self._by_ticket[promotion.level.name, ticket] = promotion
+            self._by_key[promotion.key] = promotion
+
+    def settle(self, level: Level, done: Done) -> None:
+        """Book the end of one read."""
+        promotion = self._by_ticket.pop((level.name, done.ticket), None)
+        if promotion is None:
+            return
+        self._by_key.pop(promotion.key, None)
+        key, slot, outcome = promotion.key, promotion.slot, done.outcome
+        if self._pool.find(key) != slot:  # voided by a reset while on its way
+            self._release(level, done, slot)
+            return
+        if outcome.error is None and outcome.found:
+            self._pool.make_ready(key, slot)
+            self._counters.promoted_chunks[level.name] += 1
+            self._counters.promoted_bytes[level.name] += outcome.num_bytes
+            for request in promotion.waiting:
+                if request.queued:
+                    request.promoted[key] = level.name
+                    self._hold(request, slot, key)
+            return
+        if outcome.error is None:
+            self._counters.dropped_chunks[level.name, "vanished"] += 1
+        for request in promotion.waiting:
+            request.denied.add(key)
+        self._pool.abandon(key, slot, buffer_free=done.buffer_free)
+        if not done.buffer_free:
+            self._late[level.name, done.ticket] = slot
+
+    def _release(self, level: Level, done: Done, slot: int) -> None:
+        if done.buffer_free:
+            self._pool.slots.give_back(slot)
+        else:
+            self._late[level.name, done.ticket] = slot
+
+    def released(self, level: Level, ticket: int) -> None:
+        """A read that had run out of time came back: nobody writes into its slot any more."""
+        slot = self._late.pop((level.name, ticket), None)
+        if slot is not None:
+            self._pool.slots.give_back(slot)

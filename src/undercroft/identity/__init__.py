@@ -1,0 +1,22 @@
+"""What makes two chunks the same bytes: the weights' fingerprint and the namespace manifest."""
+
+from __future__ import annotations
+
+from undercroft.identity.manifest import (
+    EngineFacts,
+    KeyHash,
+    first_difference,
+    key_hash,
+    namespace,
+)
+from undercroft.identity.weights import Fingerprint, weights_fingerprint
+
+__all__ = [
+    "EngineFacts",
+    "Fingerprint",
+    "KeyHash",
+    "first_difference",
+    "key_hash",
+    "namespace",
+    "weights_fingerprint",
+]

@@ -1,0 +1,202 @@
+"""The namespace manifest: all that decides a chunk's bytes besides its key.
+
+Not in it, on purpose: the engine's id, data parallel numbers, the epoch, capacities and paths.
+They decide where chunks are and for how long, not what is in them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from undercroft.config import EngineConfig, OffloadingConfig
+from undercroft.errors import ConfigError
+from undercroft.identity.weights import Fingerprint
+from undercroft.keys import Namespace
+
+__all__ = ["MANIFEST_FORMAT", "EngineFacts", "KeyHash", "first_difference", "key_hash", "namespace"]
+
+MANIFEST_FORMAT = 1
+"""Raised when a field is added to the manifest, renamed, or changes its meaning."""
+
+_NOT_COLLISION_RESISTANT = ("xxhash", "xxhash_cbor")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyHash:
+    """How the engine makes block hashes.
+
+    Args:
+        algorithm: The engine's name for it; None if it does not say.
+        seed: Digest of the seed it starts from, or words for the usual one; never the seed.
+        note: One line to warn with, or None.
+    """
+
+    algorithm: str | None
+    seed: str
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the adapter knows of the engine beyond its configuration object.
+
+    Args:
+        name: Such as `vllm`.
+        version: The engine's version: another one may compute other bytes.
+        kv_format: Number of the adapter's own idea of how pages lie in a chunk.
+        chunk_bytes: Bytes of one chunk, all ranks together, by group id.
+        key_hash: How block hashes are made.
+        model: More about the model as JSON data, where the adapter can see it: quantization,
+            rope, sliding windows, attention backend.
+        adapters: Fingerprints of adapters (LoRA) that keys know by name only, by that name.
+    """
+
+    name: str
+    version: str
+    kv_format: int
+    chunk_bytes: Mapping[int, int]
+    key_hash: KeyHash
+    model: Mapping[str, Any] = field(default_factory=dict)
+    adapters: Mapping[str, Fingerprint] = field(default_factory=dict)
+
+
+def key_hash(algorithm: str | None, environ: Mapping[str, str]) -> KeyHash:
+    """What is known of the engine's block hashes.
+
+    Args:
+        algorithm: The engine's `prefix_caching_hash_algo`; None if unknown.
+        environ: The process's environment; `PYTHONHASHSEED` is the seed, if set.
+    """
+    seed = environ.get("PYTHONHASHSEED")
+    if seed is not None:
+        return KeyHash(algorithm, f"sha256:{hashlib.sha256(seed.encode()).hexdigest()[:16]}")
+    if algorithm in _NOT_COLLISION_RESISTANT:
+        return KeyHash(
+            algorithm,
+            "random per process",
+            f"the engine hashes blocks with {algorithm} and a random seed: no other process, and "
+            f"no restart, will find what is stored now; set PYTHONHASHSEED, or use sha256",
+        )
+    return KeyHash(algorithm, "the engine's default")
+
+
+def namespace(engine: EngineConfig, fingerprint: Fingerprint, facts: EngineFacts) -> Namespace:
+    """The namespace of this engine's chunks.
+
+    With a `model_id` the model's name is left out: the user says which weights are the same.
+
+    Raises:
+        ConfigError: `facts.chunk_bytes` is not about exactly the configured groups.
+    """
+    config = engine.config
+    ids = {group.group_id for group in config.groups}
+    if set(facts.chunk_bytes) != ids:
+        raise ConfigError(
+            f"chunk_bytes has the groups {sorted(facts.chunk_bytes)}, but the configuration has "
+            f"{sorted(ids)}"
+        )
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "engine": {"name": facts.name, "version": facts.version, "kv_format": facts.kv_format},
+        "model": _model(config, fingerprint, facts),
+        "groups": _groups(config, facts),
+        "cache": {
+            "tokens_per_hash": config.cache.tokens_per_hash,
+            "blocks_per_chunk": config.cache.blocks_per_chunk,
+            "bytes_per_block": _bytes_per_block(config),
+        },
+        "layout": {
+            "kv_cache_layout": config.kv_cache_layout,
+            "replicated": config.replicated_layout,
+            "canonical": config.canonical_layout,
+        },
+        "topology": _topology(config),
+        "hash": {"algorithm": facts.key_hash.algorithm, "seed": facts.key_hash.seed},
+        "extras": dict(engine.extras),
+    }
+    return Namespace(manifest)
+
+
+def _model(
+    config: OffloadingConfig, fingerprint: Fingerprint, facts: EngineFacts
+) -> dict[str, Any]:
+    return {
+        "name": None if fingerprint.kind == "model_id" else config.model.name,
+        "weights": _weights(fingerprint),
+        "dtype": config.model.dtype,
+        "facts": dict(facts.model),
+        "adapters": {name: _weights(found) for name, found in facts.adapters.items()},
+    }
+
+
+def _weights(fingerprint: Fingerprint) -> dict[str, str]:
+    return {"kind": fingerprint.kind, "value": fingerprint.value}
+
+
+def _groups(config: OffloadingConfig, facts: EngineFacts) -> list[dict[str, Any]]:
+    return [
+        {
+            "group_id": group.group_id,
+            "tokens_per_block": group.tokens_per_block,
+            "chunk_bytes": facts.chunk_bytes[group.group_id],
+            "layer_names": list(group.layer_names),
+        }
+        for group in sorted(config.groups, key=lambda group: group.group_id)
+    ]
+
+
+def _bytes_per_block(config: OffloadingConfig) -> int:
+    """Bytes stored for a block by all ranks together."""
+    copies = 1 if config.replicated_layout else config.parallel.world_size
+    return config.worker_kv_bytes_per_block * copies
+
+
+def _topology(config: OffloadingConfig) -> dict[str, Any]:
+    parallel = config.parallel
+    if parallel.is_parallelism_agnostic:
+        return {"parallelism_agnostic": True}
+    return {
+        "parallelism_agnostic": False,
+        "rank": parallel.rank,
+        "world_size": parallel.world_size,
+        "tp_size": parallel.tp_size,
+        "pp_size": parallel.pp_size,
+        "pcp_size": parallel.pcp_size,
+        "dcp_size": parallel.dcp_size,
+    }
+
+
+def first_difference(a: Namespace, b: Namespace) -> str | None:
+    """The first field in which two manifests differ, with both values; None if they are equal.
+
+    Fields are compared in the order of `a`; one made by `namespace` puts first what is likely to
+    explain the rest: engine, model, groups, and so on.
+    """
+    return next(_differences("", a.manifest, b.manifest), None)
+
+
+def _differences(path: str, a: object, b: object) -> Iterator[str]:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in [*a, *(key for key in b if key not in a)]:
+            below = f"{path}.{key}" if path else str(key)
+            yield from _differences(below, a.get(key, _ABSENT), b.get(key, _ABSENT))
+    elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        for index in range(max(len(a), len(b))):
+            left, right = (v[index] if index < len(v) else _ABSENT for v in (a, b))
+            yield from _differences(f"{path}[{index}]", left, right)
+    elif type(a) is not type(b) or a != b:
+        yield f"{path}: {_shown(a)} here, {_shown(b)} there"
+
+
+class _Absent:
+    pass
+
+
+_ABSENT = _Absent()
+
+
+def _shown(value: object) -> str:
+    return "absent" if value is _ABSENT else repr(value)

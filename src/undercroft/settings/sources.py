@@ -1,0 +1,115 @@
+"""The four places a setting can come from, and which of them wins.
+
+The command line wins over `kv_connector_extra_config`, that over the environment, that over the
+file. Each key is taken whole from the strongest source that has it: lists are not merged.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from undercroft.errors import ConfigError
+from undercroft.settings.model import Settings, build
+from undercroft.settings.schema import ENGINE_KEYS
+from undercroft.settings.stock import Written, translate
+
+__all__ = ["ENVIRONMENT_PREFIX", "FILE_VARIABLE", "assignments", "load"]
+
+ENVIRONMENT_PREFIX = "UNDERCROFT_"
+FILE_VARIABLE = "UNDERCROFT_CONFIG"
+"""Environment variable that names the TOML file."""
+
+_KUBERNETES = re.compile(r"UNDERCROFT_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
+"""What Kubernetes adds to every container beside a service called `undercroft`."""
+
+
+def load(
+    extra_config: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+    cli: Sequence[str] = (),
+) -> Settings:
+    """Read the settings from all four places.
+
+    Args:
+        extra_config: vLLM's `kv_connector_extra_config`; not changed.
+        environ: The process's environment: `UNDERCROFT_HOST=32GiB` and so on, other names are
+            not looked at; `UNDERCROFT_CONFIG` names the file if `file` is None.
+        file: A TOML file with the same keys at its top and `[[tiers]]` tables.
+        cli: `key=value` words of a command line.
+
+    Raises:
+        ConfigError: A key is unknown or a value wrong, in any of the places; the file cannot be
+            read.
+
+    Cost: reads `file` once.
+    """
+    environ = environ or {}
+    if file is None and environ.get(FILE_VARIABLE):
+        file = Path(environ[FILE_VARIABLE])
+    places = [
+        (f"the file {file}", _read(file) if file is not None else {}),
+        (f"the environment ({ENVIRONMENT_PREFIX}*)", _from_environment(environ)),
+        ("kv_connector_extra_config", extra_config or {}),
+        ("the command line", assignments(cli)),
+    ]
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    engine: dict[str, Any] = {}
+    notes: list[str] = []
+    for index, (where, source) in enumerate(places):
+        written = translate(source, where)
+        if index <= 1:
+            _refuse_engine_keys(written, where)
+        values.update(written.values)
+        origins.update(dict.fromkeys(written.values, where))
+        engine.update(written.engine)
+        notes.extend(written.notes)
+    return build(values, origins, engine, tuple(notes))
+
+
+def assignments(words: Sequence[str]) -> dict[str, str]:
+    """`key=value` words as a mapping; the last of equal keys wins.
+
+    Raises:
+        ConfigError: A word has no `=`.
+    """
+    found: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{word!r} on the command line is not key=value")
+        found[key.strip()] = value
+    return found
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"the settings file {file} cannot be read: {exc}") from exc
+    except tomllib.TOMLDecodeError as exc:
+        raise ConfigError(f"the settings file {file} is not TOML: {exc}") from exc
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name.removeprefix(ENVIRONMENT_PREFIX).lower(): value
+        for name, value in environ.items()
+        if name.startswith(ENVIRONMENT_PREFIX)
+        and name != FILE_VARIABLE
+        and not _KUBERNETES.fullmatch(name)
+    }
+
+
+def _refuse_engine_keys(written: Written, where: str) -> None:
+    for name in written.engine:
+        raise ConfigError(
+            f"{where} has {name} ({ENGINE_KEYS[name].meaning}), which the engine reads only from "
+            f"kv_connector_extra_config; write it there"
+        )

@@ -1,0 +1,154 @@
+"""Every system call of the disk tier, in one class, so that tests can fail any one of them.
+
+Nothing else in this package touches `os`. `OSError` leaves here untranslated; `translate` turns it
+into this library's errors, in one place.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Sequence
+
+from undercroft.errors import TierError, TierFull, TierUnavailable
+
+__all__ = ["Files", "translate"]
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_ADVICE = {
+    errno.EROFS: "remount it writable",
+    errno.EACCES: "give this user access",
+    errno.EPERM: "give this user access",
+    errno.EIO: "check the device",
+    errno.ENOENT: "it was removed under us and is made anew at the next store",
+    errno.ESTALE: "remount the file system",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+
+
+def translate(exc: OSError, what: str, *, tier: str, key: bytes | None = None) -> TierError:
+    """The error to raise `from exc`: `TierFull` if the medium is full, else `TierUnavailable`."""
+    reason = exc.strerror or str(exc)
+    where = f" ({exc.filename})" if exc.filename else ""
+    if exc.errno in _FULL:
+        return TierFull(
+            f"cannot {what}{where}: {reason}; free space or lower the capacity", tier=tier, key=key
+        )
+    advice = _ADVICE.get(exc.errno or 0, "it is tried again later")
+    return TierUnavailable(f"cannot {what}{where}: {reason}; {advice}", tier=tier, key=key)
+
+
+class Files:
+    """Plain system calls. Short reads are values; short writes are `OSError(EIO)`.
+
+    Threads: any. Every call may block, and raises `OSError` as the kernel has it.
+    """
+
+    def open(self, path: str, flags: int) -> int:
+        """A descriptor; never follows a symbolic link, never inherited, created 0600."""
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def close(self, fd: int) -> None:
+        """Give the descriptor back."""
+        os.close(fd)
+
+    def pread(self, fd: int, num_bytes: int, offset: int) -> bytes:
+        """Up to `num_bytes` from `offset`; shorter only at the end of the file."""
+        return os.pread(fd, num_bytes, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill `buffers` in turn; returns the bytes read."""
+        return os.preadv(fd, buffers, offset)
+
+    def pwrite(self, fd: int, data: bytes, offset: int) -> None:
+        """Write all of `data`."""
+        self._whole(os.pwrite(fd, data, offset), len(data))
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        """Write all of `buffers`, in turn, contiguously."""
+        self._whole(os.pwritev(fd, buffers, offset), sum(len(buffer) for buffer in buffers))
+
+    def _whole(self, written: int, wanted: int) -> None:
+        if written != wanted:
+            raise OSError(errno.EIO, f"short write, {written} of {wanted} bytes")
+
+    def allocate(self, fd: int, num_bytes: int) -> None:
+        """Give the file `num_bytes` of size and of space."""
+        os.posix_fallocate(fd, 0, num_bytes)
+
+    def truncate(self, fd: int, num_bytes: int) -> None:
+        """Cut the file to `num_bytes`."""
+        os.ftruncate(fd, num_bytes)
+
+    def fdatasync(self, fd: int) -> None:
+        """Make the file's bytes durable."""
+        os.fdatasync(fd)
+
+    def sync_directory(self, path: str) -> None:
+        """Make the names in the directory durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def lock(self, fd: int, *, shared: bool = False) -> bool:
+        """Try to lock the open file, until it is closed; False if somebody else has it."""
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self, fd: int) -> None:
+        """Let the lock go."""
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+    def unlink(self, path: str) -> None:
+        """Remove the file; absent is fine."""
+        try:
+            os.unlink(path)  # noqa: PTH108 - strings throughout: a path object per call is slow
+        except FileNotFoundError:
+            return
+
+    def rename(self, source: str, target: str) -> None:
+        """Give the file its name, replacing what had it."""
+        os.replace(source, target)  # noqa: PTH105
+
+    def make_directories(self, path: str) -> None:
+        """The directory and those above it; present is fine."""
+        os.makedirs(path, 0o700, exist_ok=True)  # noqa: PTH103
+
+    def remove_directory(self, path: str) -> None:
+        """Remove an empty directory."""
+        os.rmdir(path)  # noqa: PTH106
+
+    def restrict(self, path: str) -> None:
+        """Make the directory 0700."""
+        os.chmod(path, 0o700)  # noqa: PTH101
+
+    def stat(self, path: str) -> os.stat_result:
+        """Of the name itself, never of what a symbolic link points to."""
+        return os.lstat(path)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        """Of the open file."""
+        return os.fstat(fd)
+
+    def list(self, path: str) -> list[str]:
+        """Names in the directory, sorted."""
+        return sorted(os.listdir(path))  # noqa: PTH208
+
+    def free_bytes(self, path: str) -> int:
+        """What an ordinary user may still write to the file system."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+    def user_id(self) -> int:
+        """Who we are to the file system."""
+        return os.geteuid()
+
+    def random_hex(self) -> str:
+        """16 hex digits nobody else has."""
+        return os.urandom(8).hex()

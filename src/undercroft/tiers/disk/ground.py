@@ -1,0 +1,76 @@
+"""What the parts of the disk tier's upkeep share: files, root, tables, limits, the last look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from undercroft.tiers.disk.files import Files
+from undercroft.tiers.disk.holdings import Holdings
+from undercroft.tiers.disk.records import RecordIo
+from undercroft.tiers.disk.root import Root
+from undercroft.tiers.disk.segment import OpenSegment
+from undercroft.tiers.disk.usage import NamespaceUsage, Usage
+
+__all__ = ["Ground", "Limits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the user allows."""
+
+    capacity_bytes: int
+    free_space_floor_bytes: int
+    num_replicas: int
+    direct: bool | None
+
+
+@dataclass(slots=True)
+class Ground:
+    """Shared by keeper, orphans, follower and room. `usage` is the last look at the disk."""
+
+    files: Files
+    root: Root
+    records: RecordIo
+    holdings: Holdings
+    limits: Limits
+    usage: Usage = field(default_factory=Usage)
+    free_bytes: int = 0
+    num_adopted: int = 0
+    num_damaged: int = 0
+    num_too_new: int = 0
+    names_changed: bool = False
+
+    def look(self) -> None:
+        """Look at the disk anew."""
+        self.usage = self.root.usage()
+        self.free_bytes = self.files.free_bytes(self.root.path)
+
+    @property
+    def namespace_name(self) -> str:
+        """The directory name of our namespace."""
+        return self.root.directory.rpartition("/")[2]
+
+    @property
+    def namespace(self) -> NamespaceUsage:
+        """Our namespace at the last look."""
+        return self.usage.namespaces.get(self.namespace_name) or NamespaceUsage(self.root.directory)
+
+    @property
+    def share_bytes(self) -> int:
+        """What this process may hold in segments."""
+        share = self.usage.share_bytes(self.limits.capacity_bytes)
+        return share // self.limits.num_replicas
+
+    def enter(self, segment: OpenSegment) -> bool:
+        """Keep the segment's files open; False if they are already closed."""
+        with self.holdings.lock:
+            if not segment.doomed:
+                segment.users += 1
+            return not segment.doomed
+
+    def leave(self, segment: OpenSegment) -> None:
+        """The other half of `enter`."""
+        with self.holdings.lock:
+            last = segment.leave()
+        if last:
+            segment.disk_close(self.files)

@@ -1,0 +1,253 @@
+"""What this process knows to be on disk: which key is where, which slots are free or in use.
+
+Memory only, under one lock held for microseconds; whoever needs I/O does it outside and pins the
+slot meanwhile. Reads of the tables by the scheduler thread take no lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from undercroft.tiers.disk.foreign import ForeignSegment, Sighting
+from undercroft.tiers.disk.keymap import KeyTable
+from undercroft.tiers.disk.segment import OpenSegment, OwnSegment
+from undercroft.tiers.disk.table import Entries
+
+__all__ = ["Holdings", "Reservation"]
+
+_SLOT_MASK = 0xFFFFFFFF
+_BATCH = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A slot taken for one write, and what to stamp it with."""
+
+    segment: OwnSegment
+    slot: int
+    epoch: int
+    sequence: int
+
+
+class Holdings:
+    """Tables and segments of one tier. Threads: any; every method takes the lock itself."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.epoch = 0
+        self.own: dict[int, OwnSegment] = {}
+        self.foreign: dict[int, ForeignSegment] = {}
+        self.num_deletes = 0
+        self._own_keys = KeyTable()
+        self._foreign_keys = KeyTable()
+        self._sequence = 0
+        self._number = 0
+        self._writing: set[bytes] = set()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._own_keys or key in self._foreign_keys
+
+    def __len__(self) -> int:
+        return len(self._own_keys)
+
+    def next_number(self) -> int:
+        """A number for a segment that no other of this process has had."""
+        with self.lock:
+            self._number += 1
+            return self._number
+
+    def claim(self, key: bytes) -> bool:
+        """Be the one who writes `key`; False if it is here or being written."""
+        with self.lock:
+            if key in self._writing or key in self:
+                return False
+            self._writing.add(key)
+            return True
+
+    def unclaim(self, key: bytes) -> None:
+        """The writing of `key` has ended, well or not."""
+        with self.lock:
+            self._writing.discard(key)
+
+    def reserve(self, record_bytes: int) -> Reservation | None:
+        """A free slot of that size, pinned, oldest segment first."""
+        with self.lock:
+            for segment in self.own.values():
+                if segment.header.record_bytes != record_bytes or segment.doomed:
+                    continue
+                slot = segment.take_slot()
+                if slot >= 0:
+                    self._sequence += 1
+                    return Reservation(segment, slot, self.epoch, self._sequence)
+        return None
+
+    def settle(self, taken: Reservation, key: bytes, payload_bytes: int) -> None:
+        """The write of `key` has reached the disk: it is here, unless voided meanwhile."""
+        with self.lock:
+            if taken.segment.settle(taken.slot, taken.sequence):
+                place = self._own_keys.get(key)
+                if place >= 0:
+                    self.own[place >> 32].kill(place & _SLOT_MASK)
+                taken.segment.payload_bytes[taken.slot] = payload_bytes
+                self._own_keys.set(key, taken.segment.place(taken.slot))
+
+    def abandon(self, taken: Reservation) -> None:
+        """The write failed."""
+        with self.lock:
+            taken.segment.abandon(taken.slot)
+
+    def unpin(self, segment: OpenSegment, slot: int) -> bool:
+        """One user less; True if the caller must close the segment's files."""
+        with self.lock:
+            return segment.unpin(slot) if isinstance(segment, OwnSegment) else segment.leave()
+
+    def pin(self, key: bytes) -> tuple[OpenSegment, int, int] | None:
+        """Segment, slot and epoch of `key`, protected from reuse until `unpin`; None if absent."""
+        with self.lock:
+            place = self._own_keys.get(key)
+            if place >= 0:
+                own = self.own[place >> 32]
+                own.pin(place & _SLOT_MASK)
+                return own, place & _SLOT_MASK, self.epoch
+            place = self._foreign_keys.get(key)
+            if place < 0:
+                return None
+            segment = self.foreign[place >> 32]
+            segment.users += 1
+            return segment, place & _SLOT_MASK, self.epoch
+
+    def forget(self, key: bytes, segment: OpenSegment, slot: int) -> bool:
+        """`key` is no longer there; False if that was known already. The slot must be pinned."""
+        place = segment.place(slot)
+        with self.lock:
+            if isinstance(segment, OwnSegment):
+                if self._own_keys.get(key) != place:
+                    return False
+                self._own_keys.pop(key)
+                segment.kill(slot)
+                self.num_deletes += 1
+                return True
+            if self._foreign_keys.get(key) != place:
+                return False
+            self._foreign_keys.pop(key)
+            if isinstance(segment, ForeignSegment):
+                segment.bad.add(slot)
+            return True
+
+    def void(self, epoch: int) -> None:
+        """Everything stored under another epoch than `epoch` is gone."""
+        with self.lock:
+            if epoch == self.epoch:
+                return
+            self.epoch = epoch
+            self._own_keys, self._foreign_keys = KeyTable(), KeyTable()
+            for own in self.own.values():
+                own.void()
+            for foreign in self.foreign.values():
+                foreign.stale = True
+                foreign.bad.clear()
+
+    def clear_keys(self) -> None:
+        """Forget every key."""
+        with self.lock:
+            self._own_keys, self._foreign_keys = KeyTable(), KeyTable()
+            for own in self.own.values():
+                own.void()
+
+    def add_own(self, segment: OwnSegment, entries: Entries | None) -> None:
+        """Take `segment` in with what its index holds. Where a key is twice, the later wins."""
+        with self.lock:
+            epoch = self.epoch
+            current = segment.start(entries, epoch)
+            self.own[segment.number] = segment
+            self._sequence = max(self._sequence, segment.newest)
+        if entries is None:
+            return
+        slots, sequences = entries.slots.tolist(), entries.sequences.tolist()
+        for start in range(0, len(current), _BATCH):
+            with self.lock:
+                if self.epoch != epoch or segment.doomed:
+                    return
+                for index in current[start : start + _BATCH]:
+                    self._enter(segment, entries.keys[index], slots[index], sequences[index])
+
+    def _enter(self, segment: OwnSegment, key: bytes, slot: int, sequence: int) -> None:
+        place = self._own_keys.get(key)
+        if place >= 0:
+            other, at = self.own[place >> 32], place & _SLOT_MASK
+            if int(other.sequences[at]) >= sequence:
+                segment.kill(slot)
+                return
+            other.kill(at)
+        self._own_keys.set(key, segment.place(slot))
+
+    def drop_own(self, segment: OwnSegment, keys: Sequence[bytes] | None = None) -> bool:
+        """Let `segment` go with all it holds; True if its files may be closed at once."""
+        with self.lock:
+            if segment.live:
+                held = keys if keys is not None else [k for k, _ in self._own_keys.items()]
+                for key in held:
+                    if self._own_keys.get(key) >> 32 == segment.number:
+                        self._own_keys.pop(key)
+            segment.void()
+            del self.own[segment.number]
+            return segment.doom()
+
+    def add_foreign(self, segment: ForeignSegment) -> None:
+        """Take in a segment to follow; it shows nothing until it was looked at."""
+        with self.lock:
+            self.foreign[segment.number] = segment
+
+    def drop_foreign(self, segment: ForeignSegment) -> bool:
+        """Stop following `segment`; True if its files may be closed at once."""
+        with self.lock:
+            for slot in np.flatnonzero(segment.keys != None).tolist():  # noqa: E711 - elementwise
+                self._clear(segment, slot)
+            del self.foreign[segment.number]
+            return segment.doom()
+
+    def see(self, segment: ForeignSegment, sighting: Sighting) -> None:
+        """Bring what is known of `segment` up to what was seen."""
+        with self.lock:
+            if segment.number not in self.foreign:
+                return
+            if sighting.slots is None:
+                for slot in np.flatnonzero(segment.keys != None).tolist():  # noqa: E711
+                    self._clear(segment, slot)
+                segment.keys = np.full(segment.header.num_slots, None, object)
+            for slot in sighting.slots or ():
+                self._clear(segment, slot)
+                segment.bad.discard(slot)
+            for entries in sighting.entries:
+                self._show(segment, entries)
+
+    def _clear(self, segment: ForeignSegment, slot: int) -> None:
+        key = segment.keys[slot]
+        if key is not None and self._foreign_keys.get(key) == segment.place(slot):
+            self._foreign_keys.pop(key)
+        segment.keys[slot] = None
+
+    def _show(self, segment: ForeignSegment, entries: Entries) -> None:
+        slots = entries.slots.tolist()
+        for index in np.flatnonzero(entries.epochs == np.uint64(self.epoch)).tolist():
+            slot, key = slots[index], entries.keys[index]
+            segment.keys[slot] = key
+            if slot not in segment.bad:
+                self._foreign_keys.set(key, segment.place(slot))
+
+    def coldest_first(self) -> list[tuple[bytes, int]]:
+        """Every own chunk with its length, by the order of writing."""
+        with self.lock:
+            keys = [key for key, _ in self._own_keys.items()]
+            places = np.fromiter((p for _, p in self._own_keys.items()), np.int64, len(keys))
+            sequences, lengths = np.zeros(len(keys), np.uint64), np.zeros(len(keys), np.uint64)
+            for number, segment in self.own.items():
+                mine = np.flatnonzero(places >> 32 == number)
+                sequences[mine] = segment.sequences[places[mine] & _SLOT_MASK]
+                lengths[mine] = segment.payload_bytes[places[mine] & _SLOT_MASK]
+        order = np.argsort(sequences, kind="stable")
+        return list(zip([keys[i] for i in order.tolist()], lengths[order].tolist(), strict=True))

@@ -1,0 +1,175 @@
+"""Opens, keeps in order and closes what a tier has on disk.
+
+Everything here does I/O and runs on mover threads under one lock, `shape`; what is found goes to
+`Holdings`. Files are created and removed only under the root's lock as well.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from undercroft.errors import ConfigError, TierFull
+from undercroft.tiers.disk.buffers import PAGE_BYTES
+from undercroft.tiers.disk.epoch import EpochFile
+from undercroft.tiers.disk.follower import Follower
+from undercroft.tiers.disk.ground import Ground
+from undercroft.tiers.disk.orphans import Orphan, Orphans
+from undercroft.tiers.disk.room import Room
+from undercroft.tiers.disk.segment import OwnSegment
+
+__all__ = ["Keeper"]
+
+_NAMESPACE_BYTES = 4 * PAGE_BYTES
+
+
+class Keeper:
+    """The files of one tier. Threads: callers hold `shape`."""
+
+    def __init__(self, ground: Ground) -> None:
+        self.shape = threading.Lock()
+        self.attached = False
+        self.ground = ground
+        self.epoch_file = EpochFile(ground.files, f"{ground.root.directory}/epoch")
+        self.follower = Follower(ground)
+        self.orphans = Orphans(ground, self.follower)
+        self.room = Room(ground, self.orphans)
+
+    def attach(self) -> None:
+        """Open the root and take in what it holds. On any failure nothing stays open."""
+        root, holdings = self.ground.root, self.ground.holdings
+        prepared: list[tuple[OwnSegment, int]] = []
+        try:
+            root.open()
+            if root.read_only:
+                self.epoch_file.open(read_only=True)
+            else:
+                prepared = self._enter()
+            self.ground.records.direct = self._choose_direct()
+            holdings.void(self.epoch_file.read() or 0)
+            while prepared:
+                self.orphans.adopt(*prepared.pop(0))
+            self.follower.restart()
+            self.follower.follow()
+            self.attached = True
+        except BaseException:
+            for segment, _ in prepared:
+                segment.disk_close(self.ground.files)
+            self.detach()
+            raise
+
+    def detach(self) -> None:
+        """Let everything go."""
+        self.attached = False
+        files, holdings = self.ground.files, self.ground.holdings
+        holdings.clear_keys()
+        for own in list(holdings.own.values()):
+            if holdings.drop_own(own, ()):
+                own.disk_close(files)
+        for foreign in list(holdings.foreign.values()):
+            self.follower.drop(foreign)
+        self.epoch_file.close()
+        self.ground.root.close()
+
+    def _enter(self) -> list[tuple[OwnSegment, int]]:
+        """Tidy up, then lock this replica's part of the segments that nobody owns."""
+        root, ground = self.ground.root, self.ground
+        with root.locked():
+            root.sweep()
+            ground.look()
+            if root.is_new():
+                self._make_room_for_namespace()
+            root.enter()
+            self.epoch_file.open(read_only=False)
+            if self.epoch_file.read() is None:
+                self.epoch_file.write(max(self.orphans.latest_epoch(), ground.holdings.epoch) + 1)
+            ground.records.direct = self._choose_direct()
+            ground.look()
+            orphans = self.orphans.lock_all()
+            share = -(-len(orphans) // ground.limits.num_replicas)
+            prepared: list[tuple[OwnSegment, int]] = []
+            try:
+                self._shrink(orphans)
+                self.orphans.let_go(orphans[share:])
+                del orphans[share:]
+                while orphans:
+                    found = self.orphans.prepare(orphans.pop(0))
+                    prepared += [found] if found else []
+            except BaseException:
+                self.orphans.let_go(orphans)
+                for segment, _ in prepared:
+                    segment.disk_close(ground.files)
+                raise
+        return prepared
+
+    def _make_room_for_namespace(self) -> None:
+        """A namespace costs a directory and two files; not even that may exceed the capacity."""
+        ground = self.ground
+        while ground.usage.planned_bytes + _NAMESPACE_BYTES > ground.limits.capacity_bytes:
+            if not self.room.remove_stranger(newcomers=1):
+                raise TierFull(
+                    f"{ground.root.path} is full, and its other users are alive: raise the "
+                    f"capacity of {ground.limits.capacity_bytes} bytes"
+                )
+
+    def _choose_direct(self) -> bool:
+        wanted = self.ground.limits.direct
+        if wanted is False:
+            return False
+        found = self.ground.root.takes_direct(self.epoch_file.path, self.ground.records.pool)
+        if wanted and not found:
+            raise ConfigError(
+                f"direct I/O is required, but the file system of {self.ground.root.path} refuses "
+                "it: leave `direct` out"
+            )
+        return found
+
+    def _shrink(self, orphans: list[Orphan]) -> None:
+        """Remove what exceeds the capacity: it may be smaller than in an earlier run.
+
+        Those removed leave `orphans`.
+        """
+        ground = self.ground
+        while ground.usage.planned_bytes > ground.limits.capacity_bytes:
+            if self.room.remove_stranger():
+                continue
+            if not orphans:
+                return
+            coldest = orphans.pop()
+            self.orphans.let_go([coldest])
+            ground.root.remove_segment(coldest.usage.segment_id, coldest.usage.directory)
+            ground.look()
+
+    def check_links(self) -> bool:
+        """Whether all our files still have their names."""
+        if not self.epoch_file.is_linked():
+            return False
+        own = list(self.ground.holdings.own.values())
+        return all(segment.disk_is_linked(self.ground.files) for segment in own)
+
+    def flush(self) -> None:
+        """Make what was written so far survive a loss of power."""
+        ground = self.ground
+        for segment in list(ground.holdings.own.values()):
+            if segment.dirty and ground.enter(segment):
+                try:
+                    segment.dirty = False
+                    segment.disk_sync(ground.files)
+                except OSError:
+                    segment.dirty = True
+                    raise
+                finally:
+                    ground.leave(segment)
+        if ground.names_changed:
+            ground.files.sync_directory(ground.root.directory)
+            ground.names_changed = False
+
+    def raise_epoch(self) -> int:
+        """Raise the epoch on disk, durably; returns it.
+
+        Raises:
+            TierUnavailable: Another process has held the root's lock for two seconds.
+        """
+        with self.ground.root.locked():
+            epoch = max(self.epoch_file.read() or 0, self.ground.holdings.epoch) + 1
+            self.epoch_file.write(epoch)
+        return epoch

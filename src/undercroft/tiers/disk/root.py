@@ -1,0 +1,323 @@
+"""The directory all tiers of a host share: its owner, lock, manifests, and what lies in it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from undercroft.clock import Clock
+from undercroft.errors import ConfigError, TierUnavailable
+from undercroft.keys import Namespace
+from undercroft.tiers.disk.buffers import PAGE_BYTES, AlignedPool
+from undercroft.tiers.disk.files import Files
+from undercroft.tiers.disk.segment import INDEX_SUFFIX, SLAB_SUFFIX, charge
+from undercroft.tiers.disk.usage import NamespaceUsage, SegmentUsage, Usage
+
+__all__ = ["ROOT_NAME", "Root"]
+
+ROOT_NAME = "undercroft-v1"
+_LOCK_WAIT_S = 2.0
+_PRIVATE = 0o700
+_LOCK_RETRY_S = 0.005
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
+_SEGMENT = re.compile(r"seg-([0-9a-f]{16})(\.slab|\.index)")
+_TEMPORARY = re.compile(r"(seg-[0-9a-f]{16}\.index|manifest\.json)\.tmp")
+_OURS = frozenset({"manifest.json", "epoch"})
+_REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
+logger = logging.getLogger(__name__)
+
+
+def first_difference(ours: object, theirs: object, path: str = "") -> str:
+    """Where two manifests differ first, in words; empty if nowhere."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        for name in sorted({*ours, *theirs}):
+            missing = object()
+            left, right = ours.get(name, missing), theirs.get(name, missing)
+            if left is missing or right is missing:
+                return f"{path}{name} is only {'stored' if left is missing else 'wanted'}"
+            found = first_difference(left, right, f"{path}{name}.")
+            if found:
+                return found
+        return ""
+    return "" if ours == theirs else f"{path.rstrip('.')} is {theirs!r}, wanted {ours!r}"
+
+
+class Root:
+    """`<path>/undercroft-v1` and this namespace's directory in it.
+
+    Threads: one at a time (the keeper's lock). Methods raise `OSError` untranslated.
+    """
+
+    def __init__(self, files: Files, path: str, namespace: Namespace, clock: Clock) -> None:
+        self.path = f"{path.rstrip('/')}/{ROOT_NAME}"
+        self.directory = f"{self.path}/{namespace.id}"
+        self.read_only = ""
+        self.num_swept = 0
+        self._above = path
+        self._files = files
+        self._namespace = namespace
+        self._clock = clock
+        self._lock_fd = -1
+        self._manifest_fd = -1
+        self._warned: tuple[str, ...] = ()
+
+    def open(self) -> None:
+        """Create the root if it is missing, check whose it is, open its lock.
+
+        Raises:
+            ConfigError: The path can never work: not a directory, a link, somebody else's.
+        """
+        self.close()
+        self.read_only = ""
+        try:
+            self._make()
+        except OSError as exc:
+            if exc.errno in (errno.ENOTDIR, errno.EEXIST, errno.ELOOP):
+                raise ConfigError(f"disk path {self._above} is not a directory") from exc
+            if exc.errno not in _REFUSED or not self._exists(self.directory):
+                raise
+            self.read_only = f"{exc.filename or self.path}: {exc.strerror}"
+        self._check_owner()
+        if self.read_only:
+            self._compare_manifest(required=True)
+
+    def is_new(self) -> bool:
+        """Whether this namespace has no directory yet."""
+        return not self._exists(self.directory)
+
+    def enter(self) -> None:
+        """Create or compare the namespace's directory and manifest. Needs the lock.
+
+        Raises:
+            ConfigError: The manifest there is another one; says where they differ first.
+        """
+        self._files.make_directories(self.directory)
+        if not self._compare_manifest(required=False):
+            self._write_manifest()
+        self._manifest_fd = self._files.open(f"{self.directory}/manifest.json", os.O_RDONLY)
+        self._files.lock(self._manifest_fd, shared=True)
+
+    def close(self) -> None:
+        """Give the descriptors back; twice is fine."""
+        for fd in (self._lock_fd, self._manifest_fd):
+            if fd >= 0:
+                self._files.close(fd)
+        self._lock_fd = self._manifest_fd = -1
+
+    def _make(self) -> None:
+        self._files.make_directories(self._above)
+        self._check_owner()
+        self._files.make_directories(self.path)
+        self._check_owner()
+        self._lock_fd = self._files.open(f"{self.path}/lock", os.O_RDWR | os.O_CREAT)
+        if stat.S_IMODE(self._files.stat(self.path).st_mode) != _PRIVATE:
+            self._files.restrict(self.path)
+
+    def _check_owner(self) -> None:
+        if not self._exists(self.path):
+            return
+        found = self._files.stat(self.path)
+        if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(f"{self.path} is not a directory of its own: remove it or move away")
+        if found.st_uid != self._files.user_id():
+            raise ConfigError(
+                f"{self.path} belongs to user {found.st_uid}, not to us ({self._files.user_id()}): "
+                "give each user a path of its own"
+            )
+
+    def _exists(self, path: str) -> bool:
+        try:
+            self._files.stat(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Be the only process that creates or removes files here.
+
+        Raises:
+            TierUnavailable: Somebody else held it for two seconds.
+        """
+        deadline = self._clock.now_s() + _LOCK_WAIT_S
+        while not self._files.lock(self._lock_fd):
+            if self._clock.now_s() >= deadline:
+                raise TierUnavailable(
+                    f"another process has held {self.path}/lock for {_LOCK_WAIT_S:g} s; "
+                    "it is tried again later"
+                )
+            self._clock.sleep(_LOCK_RETRY_S)
+        try:
+            yield
+        finally:
+            self._files.unlock(self._lock_fd)
+
+    def _compare_manifest(self, *, required: bool) -> bool:
+        path = f"{self.directory}/manifest.json"
+        try:
+            fd = self._files.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            if required:
+                raise
+            return False
+        try:
+            data = self._files.pread(fd, self._files.fstat(fd).st_size, 0)
+        finally:
+            self._files.close(fd)
+        try:
+            stored = json.loads(data)
+            same_id = isinstance(stored, dict) and Namespace(stored).id == self._namespace.id
+        except ValueError:
+            logger.warning("%s is unreadable and is written anew", path)
+            return False
+        difference = first_difference(json.loads(self._namespace.text), stored)
+        if not difference:
+            return True
+        if same_id:
+            raise ConfigError(f"{path} describes another namespace of this id: {difference}")
+        # The directory is named after its manifest's digest, and this one has another: damaged.
+        logger.warning("%s was altered (%s) and is written anew", path, difference)
+        return False
+
+    def _write_manifest(self) -> None:
+        path = f"{self.directory}/manifest.json"
+        text = json.dumps(json.loads(self._namespace.text), indent=2, sort_keys=True) + "\n"
+        for old in (path, f"{path}.tmp"):
+            self._files.unlink(old)
+        fd = self._files.open(f"{path}.tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            self._files.pwrite(fd, text.encode(), 0)
+            self._files.fdatasync(fd)
+        finally:
+            self._files.close(fd)
+        self._files.rename(f"{path}.tmp", path)
+
+    def takes_direct(self, path: str, pool: AlignedPool) -> bool:
+        """Whether the file system of `path` takes direct reads of whole pages: tried, not asked."""
+        try:
+            fd = self._files.open(path, os.O_RDONLY | os.O_DIRECT)
+        except OSError as exc:
+            if exc.errno == errno.EINVAL:
+                return False
+            raise
+        try:
+            with pool.borrow(PAGE_BYTES) as page:
+                self._files.preadv(fd, [page], 0)
+        except OSError as exc:
+            if exc.errno == errno.EINVAL:
+                return False
+            raise
+        finally:
+            self._files.close(fd)
+        return True
+
+    def usage(self) -> Usage:
+        """What lies under the root now. Cost: one `stat` a file."""
+        usage = Usage(fixed_bytes=charge(self._files.stat(self.path)))
+        for name in self._files.list(self.path):
+            path = f"{self.path}/{name}"
+            with suppress(FileNotFoundError):
+                found = self._files.stat(path)
+                usage.fixed_bytes += charge(found)
+                if stat.S_ISDIR(found.st_mode) and _NAMESPACE.fullmatch(name):
+                    usage.namespaces[name] = self._namespace_usage(path, usage)
+                elif name != "lock":
+                    usage.foreign_names.append(path)
+        if tuple(usage.foreign_names) != self._warned and usage.foreign_names:
+            self._warned = tuple(usage.foreign_names)
+            logger.warning(
+                "%d files under %s are not ours; they count against the capacity: %s",
+                len(self._warned),
+                self.path,
+                ", ".join(self._warned[:5]),
+            )
+        return usage
+
+    def _namespace_usage(self, directory: str, usage: Usage) -> NamespaceUsage:
+        found: dict[str, dict[str, os.stat_result]] = {}
+        for name in self._files.list(directory):
+            with suppress(FileNotFoundError):
+                status = self._files.stat(f"{directory}/{name}")
+                match = _SEGMENT.fullmatch(name)
+                if match and stat.S_ISREG(status.st_mode):
+                    found.setdefault(match[1], {})[match[2]] = status
+                    continue
+                usage.fixed_bytes += charge(status)
+                if name not in _OURS and not _TEMPORARY.fullmatch(name):
+                    usage.foreign_names.append(f"{directory}/{name}")
+        out = NamespaceUsage(directory, charge(self._files.stat(directory)))
+        for segment_id, parts in found.items():
+            slab, index = parts.get(SLAB_SUFFIX), parts.get(INDEX_SUFFIX)
+            out.segments.append(
+                SegmentUsage(
+                    segment_id,
+                    directory,
+                    slab.st_size if slab and index else 0,
+                    sum(charge(part) for part in parts.values()),
+                    index.st_mtime_ns if index else 0,
+                )
+            )
+        return out
+
+    def sweep(self) -> None:
+        """Remove what a crash may leave: halves of segments, temporary files, dead namespaces.
+
+        Needs the lock, under which segments are created: so no live creator owns a half.
+        """
+        for name in self._files.list(self.path):
+            if not _NAMESPACE.fullmatch(name):
+                continue
+            directory = f"{self.path}/{name}"
+            names = set(self._files.list(directory))
+            for each in sorted(names):
+                match = _SEGMENT.fullmatch(each)
+                other = {SLAB_SUFFIX: INDEX_SUFFIX, INDEX_SUFFIX: SLAB_SUFFIX}
+                half = match and f"seg-{match[1]}{other[match[2]]}" not in names
+                if half or _TEMPORARY.fullmatch(each):
+                    self._files.unlink(f"{directory}/{each}")
+                    self.num_swept += 1
+            if directory != self.directory:
+                self._sweep_empty(directory, names)
+
+    def _sweep_empty(self, directory: str, names: set[str]) -> None:
+        if any(name not in _OURS for name in names):
+            return
+        if not names:
+            self._files.remove_directory(directory)
+        if "manifest.json" not in names:
+            return
+        fd = self._files.open(f"{directory}/manifest.json", os.O_RDONLY)
+        try:
+            if not self._files.lock(fd):
+                return
+            for name in names:
+                self._files.unlink(f"{directory}/{name}")
+            self._files.remove_directory(directory)
+        finally:
+            self._files.close(fd)
+
+    def remove_segment(self, segment_id: str, directory: str, slab_fd: int = -1) -> None:
+        """Remove a segment and give its space back at once, even if others have it open.
+
+        The index goes first: a slab without one is swept after a crash.
+        """
+        base = f"{directory}/seg-{segment_id}"
+        self._files.unlink(base + INDEX_SUFFIX)
+        fd = slab_fd
+        try:
+            if fd < 0:
+                fd = self._files.open(base + SLAB_SUFFIX, os.O_WRONLY)
+            self._files.truncate(fd, 0)
+        except FileNotFoundError:
+            return
+        finally:
+            if slab_fd < 0 <= fd:
+                self._files.close(fd)
+        self._files.unlink(base + SLAB_SUFFIX)

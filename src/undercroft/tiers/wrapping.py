@@ -1,0 +1,82 @@
+"""A tier round another tier that keeps the abilities of the one inside."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from functools import cache
+from typing import Any, Self
+
+from undercroft.keys import ChunkKey
+from undercroft.tiers.base import Bounded, Epochal, Indexed, Tier
+
+__all__ = ["WrappingTier"]
+
+
+class WrappingTier:
+    """Base of wrappers: holds the inner tier and passes its abilities on; the verbs are yours.
+
+    The wrapper is `Indexed`, `Bounded` or `Epochal` exactly if the inner tier is.
+
+    Args:
+        inner: The tier inside; closed with this one.
+    """
+
+    overhead_bytes: int = 0
+    """What the wrapper adds to each chunk; lengths and room are converted with it."""
+
+    suspects: Container[ChunkKey] = ()
+    """Keys that the inner tier may hold, but this one does not."""
+
+    def __new__(cls, inner: Tier, *_args: object, **_more: object) -> Self:
+        """An instance of `cls` with the abilities of `inner`."""
+        made: Self = object.__new__(_with_abilities(cls, _abilities(inner)))  # type: ignore[arg-type] # hashable
+        return made
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner: Any = inner  # the abilities below are there only if `inner` has them
+        self.name = inner.name
+
+
+class _IndexedAbility(WrappingTier):
+    def has(self, key: ChunkKey) -> bool:
+        return key not in self.suspects and bool(self.inner.has(key))
+
+    def evictable(self) -> Iterable[tuple[ChunkKey, int]]:
+        extra = self.overhead_bytes
+        return ((key, num_bytes - extra) for key, num_bytes in self.inner.evictable())
+
+
+class _BoundedAbility(WrappingTier):
+    @property
+    def capacity_bytes(self) -> int:
+        return int(self.inner.capacity_bytes)
+
+    def used_bytes(self) -> int:
+        return int(self.inner.used_bytes())
+
+    def free_chunks(self, num_bytes: int) -> int:
+        return int(self.inner.free_chunks(num_bytes + self.overhead_bytes))
+
+
+class _EpochalAbility(WrappingTier):
+    def epoch(self) -> int:
+        return int(self.inner.epoch())
+
+    def raise_epoch(self) -> int:
+        return int(self.inner.raise_epoch())
+
+
+def _abilities(inner: Tier) -> tuple[type[WrappingTier], ...]:
+    found: list[type[WrappingTier]] = []
+    if isinstance(inner, Indexed):
+        found.append(_IndexedAbility)
+    if isinstance(inner, Bounded):
+        found.append(_BoundedAbility)
+    if isinstance(inner, Epochal):
+        found.append(_EpochalAbility)
+    return tuple(found)
+
+
+@cache
+def _with_abilities(cls: type, abilities: tuple[type, ...]) -> type:
+    return type(cls.__name__, (cls, *abilities), {"__module__": cls.__module__})

@@ -1,0 +1,257 @@
+"""The hierarchy as an engine sees it: right bytes, bounded waits, no wasted reads.
+
+Most tests are recipes for faults that people met with other offloaders; the comment names what
+stock vLLM 0.32 did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.hierarchy.worlds import CHUNK_BYTES, World, make_world
+
+from undercroft.hierarchy.hierarchy import Limits
+from undercroft.hierarchy.request import Lookup, Request
+from undercroft.keys import ChunkKey
+from undercroft.policies.arc import Arc
+from undercroft.policies.lru import Lru
+from undercroft.testing.mini_engine import chunk_key, content_of
+from undercroft.tiers.memory import MemoryTier
+
+
+def keys_of(label: str, count: int) -> list[ChunkKey]:
+    return [chunk_key(f"{label}{i}") for i in range(count)]
+
+
+@pytest.fixture
+def tier() -> MemoryTier:
+    return MemoryTier(capacity_bytes=1024 * CHUNK_BYTES, name="below")
+
+
+@pytest.fixture
+def worlds() -> Iterator[list[World]]:
+    made: list[World] = []
+    yield made
+    for world in made:
+        world.close()
+
+
+def filled(tier: MemoryTier, keys: list[ChunkKey], worlds: list[World]) -> None:
+    world = make_world(len(keys) + 8, [tier])
+    worlds.append(world)
+    world.engine.run(keys)
+    assert all(tier.has(key) for key in keys)
+
+
+def test_second_request_hits_level_0(worlds: list[World]) -> None:
+    """What one request stored, the next one loads."""
+    world = make_world(16)
+    worlds.append(world)
+    keys = keys_of("a", 10)
+    assert world.engine.run(keys).num_hits == 0
+    assert world.engine.run(keys).num_hits == 10
+    world.assert_quiet()
+
+
+def test_a_lower_hit_takes_two_lookups(tier: MemoryTier, worlds: list[World]) -> None:
+    """PENDING, then HIT: no extra engine step for a local tier."""
+    keys = keys_of("a", 12)
+    filled(tier, keys, worlds)
+    world = make_world(16, [tier])
+    worlds.append(world)
+    entry = world.engine.run(keys)
+    assert (entry.num_hits, entry.num_asked) == (12, 2)
+
+
+@pytest.mark.parametrize("make_policy", [Lru, Arc])
+@pytest.mark.parametrize(("total", "room"), [(20, 16), (64, 60), (64, 16), (17, 16), (33, 16)])
+def test_prefix_larger_than_level_0(
+    tier: MemoryTier, worlds: list[World], total: int, room: int, make_policy: type[Lru]
+) -> None:
+    """As much as fits is reused, nothing else is read. (Stock: never answered, or 0 hits.)"""
+    keys = keys_of("a", total)
+    filled(tier, keys, worlds)
+    world = make_world(room, [tier], make_policy=make_policy)
+    worlds.append(world)
+    entry = world.engine.run(keys, max_steps=30)
+    assert entry.num_hits == room
+    assert world.counters.promoted_chunks["below"] == room
+    world.assert_quiet()
+
+
+def test_competing_restores_all_hit(tier: MemoryTier, worlds: list[World]) -> None:
+    """Four restores of 12 on 16 slots wait for each other. (Stock: two hit, two get 0.)"""
+    prompts = [keys_of(f"r{n}-", 12) for n in range(4)]
+    for prompt in prompts:
+        filled(tier, prompt, worlds)
+    world = make_world(16, [tier])
+    worlds.append(world)
+    entries = [world.engine.submit(prompt) for prompt in prompts]
+    world.engine.settle()
+    assert [entry.num_hits for entry in entries] == [12] * 4
+    assert world.counters.promoted_chunks["below"] == 48
+    world.assert_quiet()
+
+
+def test_fifty_waiting_requests_do_not_waste_reads(tier: MemoryTier, worlds: list[World]) -> None:
+    """50 waiting, room for 2: chunks read <= 1.1 x chunks handed to the engine."""
+    prompts = [keys_of(f"r{n}-", 8) for n in range(50)]
+    for prompt in prompts:
+        filled(tier, prompt, worlds)
+    world = make_world(16, [tier], limits=Limits(promote_deadline_s=20.0))
+    worlds.append(world)
+    for prompt in prompts:
+        world.engine.submit(prompt)
+    world.engine.settle(max_steps=2000)
+    assert world.counters.loaded_chunks >= 0.9 * 400
+    assert world.counters.promoted_chunks["below"] <= 1.1 * world.counters.loaded_chunks
+    world.assert_quiet()
+
+
+def test_more_in_one_step_than_fits(worlds: list[World]) -> None:
+    """A prefix of the offer is stored; the request brings the rest another time."""
+    world = make_world(16)
+    worlds.append(world)
+    keys = keys_of("a", 40)
+    entry = world.engine.run(keys)
+    assert entry.num_stored == 16
+    assert world.engine.run(keys).num_hits == 16
+    world.assert_quiet()
+
+
+def test_reset_forgets_every_level(tier: MemoryTier, worlds: list[World]) -> None:
+    """After a reset nothing old is served, from any level. (Stock: 4 hits of old weights.)"""
+    keys = keys_of("a", 4)
+    world = make_world(16, [tier])
+    worlds.append(world)
+    world.engine.run(keys)
+    world.engine.version += 1
+    world.engine.reset()
+    assert world.engine.run(keys).num_hits == 0
+    assert world.engine.run(keys).num_hits == 4
+    again = make_world(16, [tier])
+    worlds.append(again)
+    again.engine.version = 1
+    assert again.engine.run(keys).num_hits == 4
+    world.assert_quiet()
+
+
+def test_reset_with_stores_in_flight(tier: MemoryTier, worlds: list[World]) -> None:
+    """A store that was under way at the reset is never served, and its slots come back."""
+    keys = keys_of("a", 8)
+    world = make_world(16, [tier])
+    worlds.append(world)
+    world.engine.submit(keys)
+    world.engine.step()
+    world.engine.version += 1
+    world.engine.reset()
+    assert world.hierarchy.pool.slots.num_pinned == 8
+    world.engine.settle()
+    world.assert_quiet()
+    assert world.engine.run(keys).num_hits == 0
+
+
+def test_another_replica_sees_the_reset(tier: MemoryTier, worlds: list[World]) -> None:
+    """A replica that shares the tier drops what it has when another one resets."""
+    keys = keys_of("a", 4)
+    first, second = make_world(16, [tier]), make_world(16, [tier])
+    worlds += [first, second]
+    first.engine.run(keys)
+    assert second.engine.run(keys).num_hits == 4
+    first.engine.reset()
+    second.engine.step()
+    assert second.engine.run(keys).num_hits == 0
+
+
+def test_a_hit_stays_until_it_is_loaded(worlds: list[World]) -> None:
+    """Between HIT and prepare_load in one step nothing may take the slot away."""
+    world = make_world(8)
+    worlds.append(world)
+    keys = keys_of("a", 8)
+    world.engine.run(keys)
+    reader, writer = Request("reader"), Request("writer")
+    for key in keys:
+        assert world.hierarchy.lookup(key, reader) is Lookup.HIT
+    assert world.hierarchy.prepare_store(keys_of("b", 8), writer).keys == []
+    slots = world.hierarchy.prepare_load(keys, reader)
+    for key, slot in zip(keys, slots, strict=True):
+        assert bytes(world.hierarchy.view(slot)) == content_of(key, CHUNK_BYTES)
+    world.hierarchy.complete_load(keys, reader)
+    world.hierarchy.finish_request(reader)
+    assert len(world.hierarchy.prepare_store(keys_of("b", 8), writer).keys) == 8
+
+
+def test_abandoned_hits_are_let_go(worlds: list[World]) -> None:
+    """HIT does not imply a load: the next step may evict, and no pin stays behind."""
+    world = make_world(8)
+    worlds.append(world)
+    keys = keys_of("a", 8)
+    world.engine.run(keys)
+    reader = Request("reader")
+    for key in keys:
+        world.hierarchy.lookup(key, reader)
+    world.hierarchy.end_step()
+    world.hierarchy.finish_request(reader)
+    world.assert_quiet()
+    assert world.engine.run(keys_of("b", 8)).num_stored == 8
+
+
+def test_an_abort_while_promoting_leaves_nothing_pinned(
+    tier: MemoryTier, worlds: list[World]
+) -> None:
+    """The chunk arrives, unpinned, and later requests have it."""
+    keys = keys_of("a", 6)
+    filled(tier, keys, worlds)
+    world = make_world(8, [tier])
+    worlds.append(world)
+    entry = world.engine.submit(keys)
+    world.engine.step()
+    world.engine.abort(entry)
+    world.engine.settle()
+    world.assert_quiet()
+    assert world.engine.run(keys).num_hits == 6
+
+
+def test_a_failed_copy_is_a_miss(worlds: list[World]) -> None:
+    """A store the worker could not copy is never served."""
+    world = make_world(8)
+    worlds.append(world)
+    keys = keys_of("a", 4)
+    request = Request("r")
+    plan = world.hierarchy.prepare_store(keys, request)
+    world.hierarchy._take_failed_stores = lambda: frozenset({plan.store_id})
+    world.hierarchy.complete_store(keys, request)
+    assert world.hierarchy.lookup(keys[0], Request("s")) is Lookup.MISS
+    assert world.counters.dropped_chunks["host", "copy_failed"] == 4
+    world.assert_quiet()
+
+
+def test_events_tell_of_every_level(tier: MemoryTier, worlds: list[World]) -> None:
+    """Stored and removed events for level 0 and below; none when they are off."""
+    world = make_world(4, [tier])
+    worlds.append(world)
+    world.engine.run(keys_of("a", 4))
+    world.engine.run(keys_of("b", 4))
+    events = world.hierarchy.events.take()
+    stored = {(e.level, k) for e in events if not e.removed for k in e.keys}
+    removed = {(e.level, k) for e in events if e.removed for k in e.keys}
+    assert {k for level, k in stored if level == "below"} >= set(keys_of("a", 4))
+    assert {k for level, k in removed if level == "host"} == set(keys_of("a", 4))
+    silent = make_world(4, [tier], events=False)
+    worlds.append(silent)
+    silent.engine.run(keys_of("c", 4))
+    assert silent.hierarchy.events.take() == []
+
+
+def test_a_bounded_tier_evicts_by_its_policy(worlds: list[World]) -> None:
+    """A full lower level makes room ahead of need and never exceeds its bound."""
+    small = MemoryTier(capacity_bytes=40 * CHUNK_BYTES, name="below")
+    world = make_world(64, [small])
+    worlds.append(world)
+    for n in range(12):
+        world.engine.run(keys_of(f"r{n}-", 8))
+        assert small.used_bytes() <= small.capacity_bytes
+    assert all(small.has(key) for key in keys_of("r11-", 8))
+    assert not any(small.has(key) for key in keys_of("r0-", 8))
+    assert world.counters.evicted_chunks["below"] >= 50
