@@ -71,19 +71,18 @@ def test_many_restores_at_once(nursery: Nursery, plain: Plain, tmp_path: Path) -
 
 
 def test_one_step_stores_more_than_host(nursery: Nursery, plain: Plain, tmp_path: Path) -> None:
-    """One step offers more chunks than there are slots: a prefix of them is kept, and grows."""
+    """One step offers twice the chunks there are slots: what is kept is a prefix, every time."""
     num_chunks = 2 * HOST_CHUNKS
     long = prompt(num_chunks * BLOCK_TOKENS + 7, seed=310)
     expected = plain.answers([long])
     engine = nursery.engine("llama", offload(tmp_path, host=HOST))
     reused = []
-    for _ in range(3):
+    for _ in range(5):
         outputs = one_by_one(engine, [long])
         assert_same(outputs, expected)
         reused.append(outputs[0].external_tokens // BLOCK_TOKENS)
         engine.settle()
         engine.reset()
     assert reused[0] == 0
-    assert reused[1] >= HOST_CHUNKS // 2
-    assert reused[2] >= reused[1]
+    assert min(reused[1:]) >= HOST_CHUNKS * 3 // 4, reused
     engine.close()
