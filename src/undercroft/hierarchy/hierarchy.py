@@ -191,7 +191,7 @@ class Hierarchy:
         return Lookup.MISS
 
     def _lookup_filling(self, key: ChunkKey, request: Request, walk_id: object) -> Lookup:
-        if key in request.denied or self._expired(request):
+        if request.denies(key, walk_id) or self._expired(request):
             return self._miss(key, request, walk_id, "deadline")
         self.restores.join(key, request)
         self.restores.want(request, self._clock.now_s())
@@ -200,7 +200,7 @@ class Hierarchy:
         return Lookup.PENDING
 
     def _lookup_below(self, key: ChunkKey, request: Request, walk_id: object) -> Lookup:
-        if key in request.denied:
+        if request.denies(key, walk_id):
             return self._miss(key, request, walk_id, "not_restored")
         if self.restores.level_with(key) is None:
             return self._miss(key, request, walk_id, "absent")

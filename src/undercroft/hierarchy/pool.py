@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -17,6 +18,8 @@ __all__ = ["Pool"]
 _MAX_SKIPPED = 512
 """Pinned keys one search for a victim may pass over; keeps a single call short. They are moved out
 of the way, so the next search goes on behind them."""
+_MAX_RECLAIMED = 64
+"""Extents that one call may take from other size classes."""
 
 
 class Pool:
@@ -71,12 +74,10 @@ class Pool:
         set_slot, take = self.table.set, self.slots.take
         for key in keys:
             size_class = self.class_of(key) if self._many else 0
-            slot = take(size_class)
+            spare = reuse.get(size_class)
+            slot = spare.pop() if spare else take(size_class)
             if slot < 0:
-                spare = reuse.get(size_class)
-                if spare:
-                    slot = spare.pop()
-                elif self._many and self._steal_extent(size_class):
+                if self._many and self._steal_extent(size_class):
                     slot = take(size_class)
                 if slot < 0:
                     break
@@ -95,16 +96,43 @@ class Pool:
         if not self._many:
             missing = len(keys) - self.slots.num_free(0)
             return {0: self._evict(0, missing)} if missing > 0 else {}
-        counts: dict[int, int] = {}
-        for key in keys:
-            size_class = self.class_of(key)
-            counts[size_class] = counts.get(size_class, 0) + 1
+        counts: Counter[int] = Counter(map(self.class_of, keys))
+        slots = self.slots
+        needed = self._extents_needed(counts)
+        left = slots.num_spare_extents - sum(needed.values())
         room: dict[int, list[int]] = {}
         for size_class, count in counts.items():
-            missing = count - self.slots.num_free(size_class)
+            # Extents go first to those that have nothing to evict; the others share the rest.
+            lacking = count - slots.num_owned_free(size_class)
+            more = min(max(0, left), slots.extents_for(size_class, lacking) - needed[size_class])
+            left -= more
+            missing = lacking - (needed[size_class] + more) * slots.per_extent(size_class)
             if missing > 0:
                 room[size_class] = self._evict(size_class, missing)
         return room
+
+    def _extents_needed(self, counts: Mapping[int, int]) -> dict[int, int]:
+        """Extents each class lacks for `counts` when it has evicted what it can."""
+        slots = self.slots
+        return {
+            c: slots.extents_for(c, n - slots.num_owned_free(c) - slots.num_evictable(c))
+            for c, n in counts.items()
+        }
+
+    def fits(self, counts: Mapping[int, int]) -> bool:
+        """Whether `allocate` has so many slots of each size class at once, without stealing."""
+        return sum(self._extents_needed(counts).values()) <= self.slots.num_spare_extents
+
+    def reclaim(self, counts: Mapping[int, int]) -> bool:
+        """Take unused extents from other classes until `counts` fit; whether any was taken.
+
+        Bounded: what is still missing is for another call.
+        """
+        for num_taken in range(_MAX_RECLAIMED):
+            short = [c for c, n in self._extents_needed(counts).items() if n]
+            if self.fits(counts) or not any(map(self._steal_extent, short)):
+                return num_taken > 0
+        return True
 
     def make_ready(self, key: ChunkKey, slot: int) -> None:
         """The bytes of `key` are in its slot, and its policy may name it as a victim."""

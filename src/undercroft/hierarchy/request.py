@@ -89,6 +89,7 @@ class Request:
         "finished",
         "holds",
         "id",
+        "limits",
         "loaded",
         "loading",
         "num_storing",
@@ -117,6 +118,8 @@ class Request:
         """Keys read from a lower level for this request, and the level's name."""
         self.denied: set[ChunkKey] = set()
         """Keys this request is told MISS for, whatever a lower level may have."""
+        self.limits: dict[object, int] = {}
+        """By walk: the last position whose chunk can be part of the hit; MISS beyond."""
         self.chain: list[ChunkKey] = []
         """Keys loaded or stored, in order; lower levels are told leaf first when it ends."""
         self.deadline_s: float | None = None
@@ -132,6 +135,13 @@ class Request:
         self.step = step
         self.walks.clear()
         self.walk_id = None
+
+    def denies(self, key: ChunkKey, walk_id: object) -> bool:
+        """Whether `key` is not to be fetched for this request."""
+        if key in self.denied:
+            return True
+        limit = self.limits.get(walk_id) if self.limits else None
+        return limit is not None and (self.position_of(key) or 0) > limit
 
     def walk(self, walk_id: object) -> Walk:
         """The pass the engine is on for `walk_id`; a switch of group begins a new pass."""
