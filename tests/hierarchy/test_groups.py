@@ -127,12 +127,14 @@ def test_a_window_without_its_chunks_is_looked_for_further_up(worlds: list[World
     check_quiet(world.hierarchy)
 
 
-def test_groups_lose_their_leaves_together(worlds: list[World]) -> None:
+@pytest.mark.parametrize("num_asked", [1, 2])
+def test_groups_lose_their_leaves_together(worlds: list[World], num_asked: int) -> None:
     """Under pressure what survives of a prompt is a prefix in every group, and the same one."""
     groups = (Group(1, 2), Group(2, 2))  # of one size, so they compete
     world, engine = make(worlds, 16, None, groups)
     prompt = "a" * 16
-    run(world, engine, prompt)
+    for _ in range(num_asked):
+        run(world, engine, prompt)
     for n in range(9):
         run(world, engine, chr(ord("b") + n) * 8)
         survivors = [

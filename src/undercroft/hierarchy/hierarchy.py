@@ -247,7 +247,7 @@ class Hierarchy:
             self.pool.slots.pin(slot)
             slots.append(slot)
         request.loading.update(zip(keys, slots, strict=True))
-        request.loaded = list(keys)
+        request.loaded = dict.fromkeys(request.in_order(keys))
         if self.levels:
             request.chain.extend(keys)
         if request.loading:
@@ -270,6 +270,7 @@ class Hierarchy:
             self.pool.unpin(slot)
         if not request.loading:
             self._loaders.pop(request.id, None)
+            self.pool.touch(request.loaded)
             self._touch_if_over(request)
 
     # --- stores -------------------------------------------------------------------------------
@@ -288,13 +289,10 @@ class Hierarchy:
             request.chain.extend(keys)
         if not absent:
             return StorePlan([], [], 0)
-        position_of = request.position_of
-        in_order = absent
-        if position_of(absent[0]) is not None:
-            in_order = sorted(absent, key=lambda key: position_of(key) or 0)
-        slots = self.pool.allocate(in_order)
+        in_order = request.in_order(absent)
+        slots = self.pool.allocate(in_order, keep=request.loaded)
         if len(slots) < len(in_order) and self.fresh.settle_others(request.id):
-            slots += self.pool.allocate(in_order[len(slots) :])
+            slots += self.pool.allocate(in_order[len(slots) :], keep=request.loaded)
         if len(slots) < len(in_order):
             self.counters.declined_chunks["host:full"] += len(in_order) - len(slots)
             in_order = in_order[: len(slots)]
@@ -368,7 +366,7 @@ class Hierarchy:
         self.pool.touch(request.loaded)
         if not self.levels:
             return
-        chain = list(dict.fromkeys(request.chain))
+        chain = request.in_order(dict.fromkeys(request.chain))
         request.chain.clear()
         for level in self.levels:
             level.touch(chain)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Reversible, Sequence
 
 import numpy as np
 
@@ -63,13 +63,13 @@ class Pool:
         """Slots of `size_class` that `allocate` could hand out now, stealing left aside."""
         return self.slots.num_free(size_class) + self.slots.num_evictable(size_class)
 
-    def allocate(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """A FILLING slot for each of `keys`, evicting if need be.
+    def allocate(self, keys: Sequence[ChunkKey], keep: Container[ChunkKey] = ()) -> list[int]:
+        """A FILLING slot for each of `keys`, evicting if need be, but none of `keep`.
 
         Returns:
             Shorter than `keys` when everything left is pinned or filling: the first ones got one.
         """
-        reuse = self._make_room(keys)
+        reuse = self._make_room(keys, keep)
         slots: list[int] = []
         set_slot, take = self.table.set, self.slots.take
         for key in keys:
@@ -91,11 +91,13 @@ class Pool:
                 self.slots.give_back(slot)
         return slots
 
-    def _make_room(self, keys: Sequence[ChunkKey]) -> dict[int, list[int]]:
+    def _make_room(
+        self, keys: Sequence[ChunkKey], keep: Container[ChunkKey]
+    ) -> dict[int, list[int]]:
         """Evict as many chunks of each size class as `keys` lack slots; their slots, by class."""
         if not self._many:
             missing = len(keys) - self.slots.num_free(0)
-            return {0: self._evict(0, missing)} if missing > 0 else {}
+            return {0: self._evict(0, missing, keep)} if missing > 0 else {}
         counts: Counter[int] = Counter(map(self.class_of, keys))
         slots = self.slots
         needed = self._extents_needed(counts)
@@ -108,7 +110,7 @@ class Pool:
             left -= more
             missing = lacking - (needed[size_class] + more) * slots.per_extent(size_class)
             if missing > 0:
-                room[size_class] = self._evict(size_class, missing)
+                room[size_class] = self._evict(size_class, missing, keep)
         return room
 
     def _extents_needed(self, counts: Mapping[int, int]) -> dict[int, int]:
@@ -139,7 +141,7 @@ class Pool:
         self.slots.set_state(slot, SlotState.READY)
         self._policies[self.class_of(key)].on_insert(key)
 
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
+    def touch(self, keys: Reversible[ChunkKey]) -> None:
         """`keys`, a prefix from the root on, were used; the deepest ends up the oldest of them."""
         find = self.table.get
         states = self.slots.states
@@ -183,7 +185,7 @@ class Pool:
         used = sum(slots.num_taken(c) * size for c, size in enumerate(slots.slot_bytes))
         return used, slots.num_extents * slots.extent_bytes
 
-    def _evict(self, size_class: int, count: int) -> list[int]:
+    def _evict(self, size_class: int, count: int, keep: Container[ChunkKey]) -> list[int]:
         """Evict up to `count` unpinned chunks, coldest first; their slots, FILLING by now."""
         slots, policy = self.slots, self._policies[size_class]
         if slots.num_evictable(size_class) == 0:
@@ -192,7 +194,7 @@ class Pool:
         victims: list[ChunkKey] = []
         skipped: list[ChunkKey] = []
         for key in policy.victims():
-            if pins[find(key)]:
+            if pins[find(key)] or key in keep:
                 skipped.append(key)
                 if len(skipped) == _MAX_SKIPPED:
                     break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum, IntEnum
 
 from undercroft.keys import ChunkKey
@@ -112,7 +112,7 @@ class Request:
         self.holds: dict[int, ChunkKey] = {}
         """Slots this request pinned because a lookup said HIT, or a promotion for it arrived."""
         self.loading: dict[ChunkKey, int] = {}
-        self.loaded: list[ChunkKey] = []
+        self.loaded: dict[ChunkKey, None] = {}
         """Keys of its last load, in prefix order."""
         self.promoted: dict[ChunkKey, str] = {}
         """Keys read from a lower level for this request, and the level's name."""
@@ -135,6 +135,13 @@ class Request:
         self.step = step
         self.walks.clear()
         self.walk_id = None
+
+    def in_order(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """`keys` in prefix order over all groups, if their positions are known."""
+        ordered, position_of = list(keys), self.position_of
+        if ordered and position_of(ordered[0]) is not None:
+            ordered.sort(key=lambda key: position_of(key) or 0)
+        return ordered
 
     def denies(self, key: ChunkKey, walk_id: object) -> bool:
         """Whether `key` is not to be fetched for this request."""
