@@ -92,6 +92,7 @@ class Request:
         "limits",
         "loaded",
         "loading",
+        "num_promoted_before",
         "num_storing",
         "position_of",
         "promoted",
@@ -126,6 +127,8 @@ class Request:
         """When PENDING turns into MISS; None while nothing is waited for."""
         self.admit_by_s = 0.0
         """When a restore stops waiting for its turn and takes what fits."""
+        self.num_promoted_before = -1
+        """How many were promoted when its deadline was set last; -1: no read was started."""
         self.num_storing = 0
         self.queued = False
         self.finished = False

@@ -115,6 +115,7 @@ class Restores:
             if request.deadline_s is None:
                 request.deadline_s = now_s + self.deadline_s
                 request.admit_by_s = now_s + self.deadline_s / 2
+                request.num_promoted_before = -1
 
     def leave(self, request: Request) -> None:
         """`request` wants nothing any more; what is on its way arrives unpinned."""
@@ -263,18 +264,29 @@ class Restores:
             _Promotion(key, slot, level, [request])
             for key, slot, level in zip(keys, slots, levels, strict=False)
         ]
-        total_bytes = sum(map(self._pool.slots.size, slots))
-        deadline_s = now_s + self.deadline_s
-        if started:
-            predicted_s = total_bytes * (started[0].level.transfers.s_per_byte(Op.READ) or 0.0)
-            deadline_s = max(deadline_s, now_s + 2 * predicted_s)
-        request.deadline_s = deadline_s
+        deadline_s = self._extend(request, started, now_s)
         for promotion in started:
             ticket = promotion.level.transfers.read(
                 promotion.key, self._view_of(promotion.slot), deadline_s
             )
             self._by_ticket[promotion.level.name, ticket] = promotion
             self._by_key[promotion.key] = promotion
+
+    def _extend(self, request: Request, started: list[_Promotion], now_s: float) -> float:
+        """The request's deadline now: later than before only if the last reads brought something.
+
+        Else a tier that fails slowly would keep a request waiting once per chunk it has.
+        """
+        deadline_s = request.deadline_s
+        if deadline_s is None or (started and len(request.promoted) > request.num_promoted_before):
+            request.num_promoted_before = len(request.promoted)
+            predicted_s = 0.0
+            for promotion in started:
+                s_per_byte = promotion.level.transfers.s_per_byte(Op.READ) or 0.0
+                predicted_s += s_per_byte * self._pool.slots.size(promotion.slot)
+            deadline_s = now_s + max(self.deadline_s, 2 * predicted_s)
+        request.deadline_s = deadline_s
+        return deadline_s
 
     def settle(self, level: Level, done: Done) -> None:
         """Book the end of one read."""
