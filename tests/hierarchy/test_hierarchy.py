@@ -58,7 +58,7 @@ def test_a_lower_hit_takes_two_lookups(tier: MemoryTier, worlds: list[World]) ->
     """PENDING, then HIT: no extra engine step for a local tier."""
     keys = keys_of("a", 12)
     filled(tier, keys, worlds)
-    world = make_world(16, [tier], between_steps=lambda: world.wait_for_tiers())
+    world = make_world(16, [tier], between_steps=lambda: world.wait_for_tiers())  # noqa: PLW0108 - not made yet
     worlds.append(world)
     entry = world.engine.run(keys)
     assert (entry.num_hits, entry.num_asked) == (12, 2)

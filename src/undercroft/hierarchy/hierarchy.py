@@ -208,7 +208,7 @@ class Hierarchy:
         return Lookup.MISS
 
     def _lookup_filling(self, key: ChunkKey, request: Request, walk_id: object) -> Lookup:
-        if key in request.denied or self._expired(request):
+        if request.denies(key, walk_id) or self._expired(request):
             return self._miss(key, request, walk_id, "deadline")
         self.restores.join(key, request)
         self.restores.want(request, self._clock.now_s())
@@ -217,7 +217,7 @@ class Hierarchy:
         return Lookup.PENDING
 
     def _lookup_below(self, key: ChunkKey, request: Request, walk_id: object) -> Lookup:
-        if key in request.denied:
+        if request.denies(key, walk_id):
             return self._miss(key, request, walk_id, "not_restored")
         if self.restores.level_with(key) is None:
             return self._miss(key, request, walk_id, "absent")
@@ -269,7 +269,7 @@ class Hierarchy:
             self.pool.slots.pin(slot)
             slots.append(slot)
         request.loading.update(zip(keys, slots, strict=True))
-        request.loaded = list(keys)
+        request.loaded = dict.fromkeys(request.in_order(keys))
         if self.levels:
             request.chain.extend(keys)
         if request.loading:
@@ -296,6 +296,7 @@ class Hierarchy:
             self.pool.unpin(slot)
         if not request.loading:
             self._loaders.pop(request.id, None)
+            self.pool.touch(request.loaded)
             self._touch_if_over(request)
 
     # --- stores -------------------------------------------------------------------------------
@@ -314,13 +315,10 @@ class Hierarchy:
             request.chain.extend(keys)
         if not absent:
             return StorePlan([], [], 0)
-        position_of = request.position_of
-        in_order = absent
-        if position_of(absent[0]) is not None:
-            in_order = sorted(absent, key=lambda key: position_of(key) or 0)
-        slots = self.pool.allocate(in_order)
+        in_order = request.in_order(absent)
+        slots = self.pool.allocate(in_order, keep=request.loaded)
         if len(slots) < len(in_order) and self.fresh.settle_others(request.id):
-            slots += self.pool.allocate(in_order[len(slots) :])
+            slots += self.pool.allocate(in_order[len(slots) :], keep=request.loaded)
         if len(slots) < len(in_order):
             self.counters.declined_chunks["host:full"] += len(in_order) - len(slots)
             in_order = in_order[: len(slots)]
@@ -403,7 +401,7 @@ class Hierarchy:
         self.pool.touch(request.loaded)
         if not self.levels:
             return
-        chain = list(dict.fromkeys(request.chain))
+        chain = request.in_order(dict.fromkeys(request.chain))
         request.chain.clear()
         for level in self.levels:
             level.touch(chain)

@@ -285,7 +285,8 @@ class Level:
             if raise_epoch:
                 self._epochal.raise_epoch()
             self._epoch_seen = self._epochal.epoch()
-        elif raise_epoch:
+        if self._epochal is None or not raise_epoch:
+            # Without an epoch of our own: what we wrote before we knew of the other's.
             for key, _ in list(self._indexed.evictable()):
                 self.tier.delete(key)
 
