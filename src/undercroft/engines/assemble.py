@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
+from typing import Any
 
+from undercroft.admission.base import Admission
 from undercroft.clock import Clock
 from undercroft.errors import ConfigError, TierError
 from undercroft.hierarchy.counters import Counters
@@ -94,9 +97,16 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
         if (tier := _open_tier(tier_settings, geometry, namespace, clock, num_replicas))
     ]
     make_policy = find("policies", settings.policy)
+    admission = _admission(settings.admission, settings.admission_options, "host memory")
     max_slots = sum(slots.capacity(c) for c in range(len(geometry.slot_bytes)))
     return Hierarchy(
-        lambda on_evict: Pool(slots, make_policy=make_policy, class_of=class_of, on_evict=on_evict),
+        lambda on_evict: Pool(
+            slots,
+            make_policy=make_policy,
+            class_of=class_of,
+            on_evict=on_evict,
+            admission=None if settings.admission == "always" else admission,
+        ),
         levels,
         buffer=buffer,
         clock=clock,
@@ -113,6 +123,18 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
     )
 
 
+def _admission(name: str, options: Mapping[str, Any], where: str) -> Admission:
+    make = find("admission", name)
+    try:
+        made: Admission = make(**options)
+    except TypeError as error:
+        takes = ", ".join(signature(make).parameters) or "no options"
+        raise ConfigError(
+            f"admission {name} of {where} has {', '.join(map(repr, options))}; it takes {takes}"
+        ) from error
+    return made
+
+
 def _level(
     tier: Tier,
     tier_settings: TierSettings,
@@ -121,7 +143,6 @@ def _level(
     shared: tuple[Clock, Counters, LevelEvents],
 ) -> Level:
     clock, counters, events = shared
-    make_admission = find("admission", tier_settings.admission)
     return Level(
         tier,
         transfers=Transfers(
@@ -133,7 +154,9 @@ def _level(
         slot_bytes=geometry.slot_bytes,
         class_of=geometry.class_of(),
         make_policy=find("policies", tier_settings.policy),
-        admission=make_admission(**tier_settings.admission_options),
+        admission=_admission(
+            tier_settings.admission, tier_settings.admission_options, f"tier {tier_settings.name}"
+        ),
         clock=clock,
         counters=counters,
         events=events if tier_settings.events else LevelEvents(enabled=False),

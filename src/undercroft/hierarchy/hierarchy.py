@@ -134,6 +134,7 @@ class Hierarchy:
             view_of=self.view,
             hold=self._hold,
             num_busy_slots=self._num_busy_slots,
+            on_arrival=lambda key: self.events.add(LEVEL_0, key, removed=False),
             counters=counters,
         )
         self.cascade = Cascade(
@@ -293,7 +294,10 @@ class Hierarchy:
         that what is accepted can be used. What is left out counts as done for this request.
         """
         find = self.pool.table.get
-        absent = [key for key in dict.fromkeys(keys) if find(key) < 0]
+        offered = self.pool.absent(keys)
+        absent = self.pool.admitted(keys, offered)
+        if len(absent) < len(offered):
+            self.counters.declined_chunks["host:not_admitted"] += len(offered) - len(absent)
         if self.levels:
             request.chain.extend(keys)
         if not absent:
@@ -471,7 +475,8 @@ class Hierarchy:
         for request in list(self._holders.values()):
             self._let_go(request)
         for key, slot in list(self.pool.keys()):
-            self.events.add(LEVEL_0, key, removed=True)
+            if self.pool.slots.states[slot] >= SlotState.READY:
+                self.events.add(LEVEL_0, key, removed=True)
             self.pool.void(key, slot)
         self.fresh.forget_all()
         for level in self.levels:

@@ -171,7 +171,7 @@ class Level:
             self._num_deleting[size_class] -= 1
         elif done.op is Op.WRITE:
             self._settle_write(key, error, done.outcome.num_bytes)
-        elif isinstance(error, CorruptChunk):
+        elif isinstance(error, CorruptChunk) or (error is None and not done.outcome.found):
             self._policies[size_class].on_drop(key)
             self._events.add(self.name, key, removed=True)
         if error is not None:
@@ -210,6 +210,7 @@ class Level:
         for policy in self._policies:
             for key in list(policy.victims()):
                 policy.on_drop(key)
+                self._events.add(self.name, key, removed=True)
         self._raiser = threading.Thread(
             target=self._raise_epoch, args=(raise_epoch,), name=f"undercroft-{self.name}-epoch"
         )

@@ -41,6 +41,7 @@ class Restores:
         view_of: The bytes of a slot.
         hold: Pins a READY slot for a request until it loads, ends, or runs out of time.
         num_busy_slots: Slots that stores, loads and cascades will let go of by themselves.
+        on_arrival: Told each chunk that is readable in level 0 from now on.
     """
 
     def __init__(  # noqa: PLR0913 - wired once, by the hierarchy
@@ -53,6 +54,7 @@ class Restores:
         view_of: Callable[[int], memoryview],
         hold: Callable[[Request, int, ChunkKey], None],
         num_busy_slots: Callable[[], int],
+        on_arrival: Callable[[ChunkKey], None],
         counters: Counters,
     ) -> None:
         self._pool = pool
@@ -62,6 +64,7 @@ class Restores:
         self._view_of = view_of
         self._hold = hold
         self._num_busy_slots = num_busy_slots
+        self._on_arrival = on_arrival
         self._counters = counters
         self._queue: dict[str, Request] = {}
         self._by_ticket: dict[tuple[str, int], _Promotion] = {}
@@ -251,6 +254,7 @@ class Restores:
             return
         if outcome.error is None and outcome.found:
             self._pool.make_ready(key, slot)
+            self._on_arrival(key)
             self._counters.promoted_chunks[level.name] += 1
             self._counters.promoted_bytes[level.name] += outcome.num_bytes
             for request in promotion.waiting:

@@ -16,6 +16,8 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
+    Locality,
+    OffloadingKVEventsConfig,
     OffloadingManager,
     OffloadingMetricMetadata,
     OffloadingSpec,
@@ -100,6 +102,10 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
         check_served(self._engine.config)
         self._settings = load(config.extra_config, environ=os.environ)
         self.offload_prompt_only = self._settings.offload_prompt_only
+        self.kv_events_config = OffloadingKVEventsConfig(
+            enable_kv_cache_events=config.enable_kv_cache_events,
+            self_describing_kv_events=self._settings.self_describing_kv_events,
+        )
         self._clock = SystemClock()
         identity = hashlib.sha256(to_json(self._engine).encode())
         self._region_config = RegionConfig(
@@ -174,6 +180,10 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
             group_ids=[group.group_id for group in config.groups],
             close=region.close,
             refresh=lambda: slots.set_ready_bytes(region.ready_bytes()),
+            localities={
+                tier.name: Locality(tier.locality) for tier in settings.tiers if tier.locality
+            },
+            reset_s=settings.drain_deadline_s,
         )
 
     def _geometry(self, region: Region) -> Geometry:
