@@ -11,7 +11,7 @@ import importlib
 import time
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,7 +141,6 @@ class Job:
     started: bool = False
     num_decoded: int = 0
     num_done: int = 0
-    checked: bool = field(default=False)
 
 
 class Rig:
@@ -152,7 +151,7 @@ class Rig:
         extra: Any,
         *,
         groups: Any = (Group(),),
-        num_blocks: int = 64,
+        num_blocks: int = 256,
         tokens_per_step: int = 1 << 20,
         version: int = 0,
         events: bool = False,
@@ -196,6 +195,7 @@ class Rig:
         self.num_loads_checked = 0
         self.hold_acks = False
         self._acks: list[Any] = []
+        self._orphans: dict[str, Job] = {}
         self._count = 0
 
     @property
@@ -293,7 +293,7 @@ class Rig:
     def _admit(self) -> None:
         for job in list(self.waiting):
             request = job.request
-            if job.loading:
+            if job.loading or (job.num_hit_tokens is None and not self._has_room(job)):
                 continue
             if job.num_hit_tokens is None:
                 job.num_asked += 1
@@ -307,6 +307,16 @@ class Rig:
             self.waiting.remove(job)
             self.running.append(job)
             request.status = RequestStatus.RUNNING
+
+    def _has_room(self, job: Job) -> bool:
+        """Whether the pool can serve `job` to its end beside those that have begun."""
+        begun = [other for other in (*self.running, *self.waiting) if any(other.blocks)]
+        lacking = [
+            len(self.kept) * -(-(other.request.num_tokens + other.num_decoded) // TOKENS_PER_BLOCK)
+            - sum(map(len, other.blocks))
+            for other in {id(other): other for other in (*self.running, *begun, job)}.values()
+        ]
+        return sum(lacking) <= len(self.free)
 
     def _load(self, job: Job, num_tokens: int) -> None:
         for g, group in enumerate(self.groups):
@@ -386,10 +396,6 @@ class Rig:
             self._orphans[job.request.request_id] = job
         else:
             self._drop_blocks(job)
-
-    @property
-    def _orphans(self) -> dict[str, Job]:
-        return self.__dict__.setdefault("orphans", {})
 
     def _drop_blocks(self, job: Job) -> None:
         for blocks in job.blocks:

@@ -86,7 +86,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc]
         hierarchy: Where everything happens.
         group_ids: The engine's ids of the offloaded groups, in its order.
         close: Called once at shutdown, after the hierarchy closed.
-        refresh: Called at the end of each step; tells the pool how much memory exists by now.
+        refresh: Called now and at the end of each step; tells the pool how much memory exists.
         localities: By name, the levels that other machines can reach, or cannot.
         reset_s: How long each lower level may take when a reset has to be repeated.
     """
@@ -110,6 +110,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc]
         self._refresh = refresh
         self._stats = StepStats(hierarchy)
         self._requests: dict[str, Request] = {}
+        refresh()
 
     def switch_off(self, error: BaseException) -> None:
         """Serve and store nothing from now on. Loads under way end as they would have."""

@@ -127,6 +127,8 @@ class StepStats:
             is_off: The hierarchy is broken: report what was counted, and nothing that has to be
                 asked of it.
         """
+        # Whatever can fail comes first: nothing may be marked as seen that is not reported.
+        gauges = [("is_on", (), 0.0)] if is_off else list(_gauges(self._hierarchy))
         stats: OffloadingConnectorStats | None = None
         seen = self._seen
         for name, labels, total in _counters(self._hierarchy):
@@ -135,7 +137,7 @@ class StepStats:
                 seen[name, labels] = total
                 stats = stats or OffloadingConnectorStats()
                 stats.increase_counter(_PREFIX + name, delta, labels)
-        for name, labels, value in [("is_on", (), 0)] if is_off else _gauges(self._hierarchy):
+        for name, labels, value in gauges:
             if seen.get((name, labels)) != value:
                 seen[name, labels] = value
                 stats = stats or OffloadingConnectorStats()
