@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from undercroft.admission.base import Admission
@@ -22,6 +25,7 @@ from undercroft.keys import ChunkKey, Namespace
 from undercroft.plugins import find
 from undercroft.settings import Settings, TierSettings, format_bytes, with_capacity
 from undercroft.tiers.base import Tier
+from undercroft.tiers.disk.root import ROOT_NAME
 
 __all__ = ["Geometry", "assemble", "tokens_that_fit"]
 
@@ -164,6 +168,19 @@ def _level(
     )
 
 
+def _held_bytes(settings: TierSettings) -> int:
+    """What earlier runs hold on disk, where the bound depends on it; it counts as free."""
+    path = settings.options.get("path")
+    if settings.capacity_bytes is not None or path is None:
+        return 0
+    held = 0
+    for folder, _, names in os.walk(Path(path).expanduser() / ROOT_NAME):
+        for name in names:
+            with suppress(OSError):
+                held += (Path(folder) / name).lstat().st_blocks * 512
+    return held
+
+
 def _open_tier(
     settings: TierSettings,
     geometry: Geometry,
@@ -171,12 +188,14 @@ def _open_tier(
     clock: Clock,
     num_replicas: int,
 ) -> Tier | None:
-    resolved, note = with_capacity(settings)
+    resolved, note = with_capacity(settings, own_bytes=_held_bytes(settings))
     if note:
         _LOG.warning("undercroft: %s", note)
     if resolved.capacity_bytes is None:
         raise ConfigError(f"tier {settings.name} needs a capacity, such as 1TiB")
     options = {k: v for k, v in resolved.options.items() if k != "num_threads"}
+    if "path" in options:
+        options["path"] = str(Path(options["path"]).expanduser())
     if "free_space_floor" in options:
         options["free_space_floor_bytes"] = options.pop("free_space_floor")
     make = find("tiers", resolved.type)

@@ -1,9 +1,9 @@
 """A small engine around the real vLLM connector: no model, real requests, real bytes.
 
-`OffloadingConnector` is built in both of its roles, from a configuration that vLLM itself translates
-(`build_offloading_config`), so the spec, its region, its worker and its manager are met exactly as
-in serving. The rig schedules as vLLM's scheduler does, with a block pool that hands freed blocks out
-again at once, and "computes" bytes that follow from a block's tokens; every load is compared.
+`OffloadingConnector` is built in both of its roles, from a configuration that vLLM itself
+translates (`build_offloading_config`), so the spec, its region, its worker and its manager are met
+as in serving. The rig schedules as vLLM's scheduler does, with a block pool that hands freed blocks
+out again at once, and "computes" bytes that follow from a block's tokens; every load is compared.
 """
 
 import hashlib
@@ -61,9 +61,7 @@ class Group:
     def spec(self) -> Any:
         """The engine's description of it: 4 KiB of a block and layer, with the default size."""
         if not self.kept:
-            return HiSparseHotSpec(
-                block_size=TOKENS_PER_BLOCK, page_size=256, blocks_per_request=1
-            )
+            return HiSparseHotSpec(block_size=TOKENS_PER_BLOCK, page_size=256, blocks_per_request=1)
         shape = {"num_kv_heads": 1, "head_size": self.head_size, "dtype": torch.float32}
         if self.window is None:
             return FullAttentionSpec(block_size=TOKENS_PER_BLOCK, **shape)
@@ -202,6 +200,10 @@ class Rig:
     def manager(self) -> Any:
         """Ours."""
         return self.on_scheduler.connector_scheduler.manager
+
+    def host_keys(self) -> list[bytes]:
+        """Every key in host memory."""
+        return [key for key, _slot in self.hierarchy.pool.keys()]  # noqa: SIM118 - no mapping
 
     @property
     def hierarchy(self) -> Any:

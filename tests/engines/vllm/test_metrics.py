@@ -36,7 +36,10 @@ def prometheus():
         {"spec_name": "UndercroftSpec", "spec_module_path": "undercroft.engines.vllm"}
     )
     made = OffloadPromMetrics(
-        config, {kind: on_registry(kind) for kind in kinds}, ["model_name", "engine"], {0: ["m", "0"]}
+        config,
+        {kind: on_registry(kind) for kind in kinds},
+        ["model_name", "engine"],
+        {0: ["m", "0"]},
     )
 
     def read(name, **labels):
@@ -161,7 +164,9 @@ def test_the_reference_lists_every_metric_and_no_other():
     """docs/reference/metrics.md: name, kind and labels of each, as declared."""
     row = re.compile(r"^\| `([a-z_]+)` \| (counter|gauge) \| ([^|]*)\|", re.MULTILINE)
     rows = row.findall(PAGE.read_text())
-    documented = {name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
+    documented = {
+        name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows
+    }
     declared = {
         name.removeprefix("vllm:undercroft_"): (
             "counter" if isinstance(metadata, OffloadingCounterMetadata) else "gauge",
@@ -218,7 +223,7 @@ def test_events_of_every_level(tmp_path):
                 removed[event.medium] += len(event.block_hashes)
                 held[event.medium].difference_update(event.block_hashes)
         assert min(removed.values()) > 0
-        host = {key[:-4] for key, _ in rig.hierarchy.pool.keys()}
+        host = {key[:-4] for key in rig.host_keys()}
         on_disk = {key[:-4] for key, _ in rig.hierarchy.levels[0].tier.evictable()}
         hashed = _as_published(host | on_disk)
         assert held["CPU"] == {hashed[key] for key in host}
@@ -233,7 +238,7 @@ def test_a_reset_removes_everything_in_events(tmp_path):
         rig.events.clear()
         rig.on_scheduler.reset_cache()
         rig.step()
-        gone = {m: 0 for m in ("CPU", "STORAGE")}
+        gone = dict.fromkeys(("CPU", "STORAGE"), 0)
         for event in rig.events:
             assert isinstance(event, BlockRemoved)
             gone[event.medium] += len(event.block_hashes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -34,6 +35,7 @@ from undercroft.engines.vllm.metrics import metric_definitions
 from undercroft.engines.vllm.worker import CpuWorker, chunk_payload_bytes
 from undercroft.hierarchy.hierarchy import failed_chunk
 from undercroft.hierarchy.region import Region, RegionConfig
+from undercroft.hierarchy.rendezvous import sweep_dead_regions
 from undercroft.hierarchy.slots import SLOT_ALIGNMENT_BYTES
 from undercroft.identity import EngineFacts, key_hash, namespace, weights_fingerprint
 from undercroft.keys import ChunkKey, Namespace
@@ -128,6 +130,8 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         chunk_bytes = chunk_payload_bytes(kv_caches, self.blocks_per_chunk)
         check_sizes(self._settings, chunk_bytes)
+        # What a killed engine left would count as used, and keep this one from ever starting.
+        sweep_dead_regions(self._region_config.directory, keep=Path())
         check_host_bytes(self._settings.host_bytes, host_limits())
         region = Region.join(
             self._region_config,
