@@ -141,6 +141,7 @@ class Hierarchy:
             let_go=self._unhold,
             make_room=self.fresh.settle_others,
             num_busy_slots=self._num_busy_slots,
+            on_arrival=lambda key: self.events.add(LEVEL_0, key, removed=False),
             counters=counters,
         )
         self.cascade = Cascade(
@@ -310,7 +311,10 @@ class Hierarchy:
         find = self.pool.table.get
         # A key voided while it is stored waits for that store's end, which is told by key.
         storing = self._storing
-        absent = [key for key in dict.fromkeys(keys) if find(key) < 0 and key not in storing]
+        offered = [key for key in self.pool.absent(keys) if key not in storing]
+        absent = self.pool.admitted(keys, offered)
+        if len(absent) < len(offered):
+            self.counters.declined_chunks["host:not_admitted"] += len(offered) - len(absent)
         if self.levels:
             request.chain.extend(keys)
         if not absent:
@@ -486,7 +490,8 @@ class Hierarchy:
         for request in list(self._holders.values()):
             self._let_go(request)
         for key, slot in list(self.pool.keys()):
-            self.events.add(LEVEL_0, key, removed=True)
+            if self.pool.slots.states[slot] >= SlotState.READY:
+                self.events.add(LEVEL_0, key, removed=True)
             self.pool.void(key, slot)
         self.fresh.forget_all()
         for level in self.levels:

@@ -192,7 +192,7 @@ class Level:
                 self._keep_evictable(key)
         elif done.op is Op.WRITE:
             self._settle_write(done)
-        elif isinstance(error, CorruptChunk):
+        elif isinstance(error, CorruptChunk) or (error is None and not done.outcome.found):
             self._policies[size_class].on_drop(key)
             self._events.add(self.name, key, removed=True)
         if error is not None:
@@ -251,6 +251,7 @@ class Level:
         for policy in self._policies:
             for key in list(policy.victims()):
                 policy.on_drop(key)
+                self._events.add(self.name, key, removed=True)
         self._raiser = threading.Thread(
             target=self._raise_epoch, args=(raise_epoch,), name=f"undercroft-{self.name}-epoch"
         )

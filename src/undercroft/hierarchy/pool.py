@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Reversible, 
 
 import numpy as np
 
+from undercroft.admission.base import Admission
 from undercroft.hierarchy.slots import Slots, SlotState
 from undercroft.key_table import SHARD_SHIFT, KeyTable
 from undercroft.keys import ChunkKey
@@ -32,6 +33,7 @@ class Pool:
         make_policy: Called once per size class with the number of slots the class could have.
         class_of: The size class of a key.
         on_evict: Told the keys that leave by choice of a policy.
+        admission: Asked once per offer of a key; None admits everything.
 
     Threads: one (the scheduler's). Cost: O(1) per call, amortized.
     """
@@ -43,8 +45,10 @@ class Pool:
         make_policy: Callable[[int], EvictionPolicy],
         class_of: Callable[[ChunkKey], int],
         on_evict: Callable[[Sequence[ChunkKey]], None],
+        admission: Admission | None = None,
     ) -> None:
         self.slots = slots
+        self._admission = admission
         self.table = KeyTable()
         self.class_of = class_of
         self._on_evict = on_evict
@@ -57,6 +61,23 @@ class Pool:
     def find(self, key: ChunkKey) -> int:
         """The slot that holds or awaits `key`; -1 if there is none."""
         return self.table.get(key)
+
+    def absent(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those of `keys` that are not here, each once, in the order given."""
+        find = self.table.get
+        return [key for key in dict.fromkeys(keys) if find(key) < 0]
+
+    def admitted(self, offered: Sequence[ChunkKey], absent: list[ChunkKey]) -> list[ChunkKey]:
+        """Those of `absent` that may come in. Chunks `offered` that are here count as seen, too."""
+        admission = self._admission
+        if admission is None:
+            return absent
+        slot_bytes = self.slots.slot_bytes
+        allowed = {
+            key: admission.admit(key, slot_bytes[self.class_of(key)])
+            for key in dict.fromkeys(offered)
+        }
+        return [key for key in absent if allowed[key]]
 
     def available(self, size_class: int) -> int:
         """Slots of `size_class` that `allocate` could hand out now, stealing left aside."""

@@ -51,6 +51,7 @@ class Restores:
         let_go: Takes such pins away again, where there are any.
         make_room: Makes evictable what requests other than the named one keep for themselves.
         num_busy_slots: Slots that stores, loads and cascades will let go of by themselves.
+        on_arrival: Told each chunk that is readable in level 0 from now on.
     """
 
     def __init__(  # noqa: PLR0913 - wired once, by the hierarchy
@@ -65,6 +66,7 @@ class Restores:
         let_go: Callable[[Request, Sequence[int]], None],
         make_room: Callable[[str], bool],
         num_busy_slots: Callable[[], int],
+        on_arrival: Callable[[ChunkKey], None],
         counters: Counters,
     ) -> None:
         self._pool = pool
@@ -76,6 +78,7 @@ class Restores:
         self._let_go = let_go
         self._make_room = make_room
         self._num_busy_slots = num_busy_slots
+        self._on_arrival = on_arrival
         self._counters = counters
         self._queue: dict[str, Request] = {}
         self._by_ticket: dict[tuple[str, int], _Promotion] = {}
@@ -321,6 +324,7 @@ class Restores:
             return
         if outcome.error is None and outcome.found:
             self._pool.make_ready(key, slot)
+            self._on_arrival(key)
             self._counters.promoted_chunks[level.name] += 1
             self._counters.promoted_bytes[level.name] += outcome.num_bytes
             for request in promotion.waiting:
