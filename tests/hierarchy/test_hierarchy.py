@@ -220,7 +220,7 @@ def test_a_failed_copy_is_a_miss(worlds: list[World]) -> None:
     keys = keys_of("a", 4)
     request = Request("r")
     plan = world.hierarchy.prepare_store(keys, request)
-    world.hierarchy._take_failed_stores = lambda: frozenset({plan.store_id})
+    world.hierarchy.stores._take_failed = lambda: frozenset({plan.store_id})
     world.hierarchy.complete_store(keys, request)
     assert world.hierarchy.lookup(keys[0], Request("s")) is Lookup.MISS
     assert world.counters.dropped_chunks["host", "copy_failed"] == 4
