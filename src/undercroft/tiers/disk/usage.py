@@ -47,13 +47,14 @@ class SegmentUsage:
     segment_id: str
     directory: str
     slab_bytes: int
+    file_bytes: int
     charged_bytes: int
     modified_ns: int
 
     @property
     def planned_bytes(self) -> int:
         """Charged now, or once its block map has grown."""
-        return max(self.charged_bytes, self.slab_bytes + reserve_bytes(self.slab_bytes))
+        return max(self.charged_bytes, self.file_bytes + reserve_bytes(self.slab_bytes))
 
 
 @dataclass(slots=True)
