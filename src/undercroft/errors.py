@@ -47,9 +47,7 @@ class KvError(Exception):
 
     retryable: bool = False
 
-    def __init__(
-        self, message: str, *, tier: str | None = None, key: bytes | None = None
-    ) -> None:
+    def __init__(self, message: str, *, tier: str | None = None, key: bytes | None = None) -> None:
         super().__init__(message)
         self.tier = tier
         self.key = key
