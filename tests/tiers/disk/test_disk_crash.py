@@ -4,8 +4,6 @@ import mmap
 import os
 import random
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -137,13 +135,6 @@ def inspect(path: Path, ledger: Ledger, *, power: bool, hint: str) -> None:
         settle(tier, ledger.bytes)
     finally:
         tier.close()
-
-
-@pytest.fixture
-def memory_path() -> Iterator[Path]:
-    """A directory on tmpfs, where a thousand runs take seconds."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="undercroft-test-") as path:
-        yield Path(path)
 
 
 def kill_often(path: Path, num_kills: int, seed: int, *, power: bool) -> None:

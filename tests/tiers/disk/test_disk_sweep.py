@@ -109,17 +109,19 @@ def sweep(path: Path, effect: str) -> int:
 
 
 @pytest.mark.parametrize("effect", EFFECTS)
-def test_no_fault_does_harm(tmp_path: Path, effect: str) -> None:
+def test_no_fault_does_harm(memory_path: Path, effect: str) -> None:
     """No wrong byte, no foreign exception, no lost room, no leak, whatever call fails and how."""
-    assert sweep(tmp_path, effect) > 30
+    assert sweep(memory_path, effect) > 30
 
 
 @pytest.mark.parametrize("effect", ["torn", "lost", "flipped"])
-def test_the_sweep_can_fail(tmp_path: Path, effect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sweep_can_fail(
+    memory_path: Path, effect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Negative control: without verification the same sweep must serve wrong bytes."""
     monkeypatch.setattr(RecordIo, "_verify", lambda *_: None)
     with pytest.raises(AssertionError, match="wrong bytes served"):
-        sweep(tmp_path, effect)
+        sweep(memory_path, effect)
 
 
 @pytest.mark.parametrize("effect", ["error", "full"])

@@ -260,7 +260,8 @@ class Root:
                 SegmentUsage(
                     segment_id,
                     directory,
-                    slab.st_size if slab and index else 0,
+                    slab.st_size if slab else 0,
+                    sum(part.st_size for part in parts.values()),
                     sum(charge(part) for part in parts.values()),
                     index.st_mtime_ns if index else 0,
                 )

@@ -150,15 +150,19 @@ def ring_place(change: int) -> int:
     return RING_AT + 8 * ((change & _CHANGE_MASK) % RING_ITEMS)
 
 
+def _ring(page: bytes) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(page.ljust(PAGE_BYTES, b"\0"), "<u8", RING_ITEMS, RING_AT)
+
+
 def next_change(page: bytes) -> int:
     """The change number that will follow those in the ring of header page `page`."""
-    items = np.frombuffer(page, "<u8", offset=RING_AT, count=RING_ITEMS)
+    items = _ring(page)
     return (int((items >> np.uint64(32)).max()) + 1) & _CHANGE_MASK
 
 
 def changed_slots(page: bytes, change: int) -> list[int] | None:
     """Slots of the changes numbered `change` and later, oldest first; None if some are lost."""
-    items = np.frombuffer(page, "<u8", offset=RING_AT, count=RING_ITEMS).tolist()
+    items = _ring(page).tolist()
     slots: list[int] = []
     while True:
         item = items[change % RING_ITEMS]

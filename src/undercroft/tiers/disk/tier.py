@@ -186,8 +186,11 @@ class DiskTier:
 
     def has(self, key: ChunkKey) -> bool:
         """See `Indexed.has`."""
-        self._check_open()
-        return self._peek_epoch() == self._holdings.epoch and key in self._holdings
+        if self._closed:
+            self._check_open()
+        if self._clock.now_s() - self._epoch_read_s >= _EPOCH_AGE_S:
+            self._peek_epoch()
+        return self._seen_epoch == self._holdings.epoch and key in self._holdings
 
     def evictable(self) -> Iterable[tuple[ChunkKey, int]]:
         """See `Indexed.evictable`: our own chunks by the time of writing."""
@@ -203,14 +206,14 @@ class DiskTier:
         """See `Bounded.free_chunks`."""
         if not self._keeper.attached or self._read_only:
             return 0
-        size, room = record_bytes(num_bytes), self._keeper.room
+        size = record_bytes(num_bytes)
         free, idle_bytes = 0, 0
         for segment in list(self._holdings.own.values()):
             if segment.header.record_bytes == size:
                 free += segment.num_free
             elif segment.is_idle:
                 idle_bytes += segment.charged_bytes
-        return free + room.creatable_slots(size, room.room_bytes() + idle_bytes)
+        return free + self._keeper.room.creatable_slots(size, idle_bytes)
 
     def epoch(self) -> int:
         """See `Epochal.epoch`. At most 20 ms old; 1 ms in stores and loads."""
@@ -225,6 +228,7 @@ class DiskTier:
         """
         self._check_open()
         self._must_raise = True
+        self._seen_epoch = -1
         with self._keeper.shape:
             self._ensure_attached()
             self._raise_epoch()
@@ -472,8 +476,8 @@ class DiskTier:
         now = self._clock.now_s()
         if now - self._epoch_read_s >= _EPOCH_AGE_S:
             self._epoch_read_s = now
-            self._seen_epoch = self._read_epoch() or -1
-        return -1 if self._must_raise else self._seen_epoch
+            self._seen_epoch = -1 if self._must_raise else self._read_epoch() or -1
+        return self._seen_epoch
 
     def _read_epoch(self) -> int | None:
         try:
