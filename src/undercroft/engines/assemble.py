@@ -122,13 +122,14 @@ def _level(
 ) -> Level:
     clock, counters, events = shared
     make_admission = find("admission", tier_settings.admission)
+    max_queued = max(settings.max_queued_write_bytes, *geometry.slot_bytes)
     return Level(
         tier,
         transfers=Transfers(
             tier,
             clock=clock,
             num_threads=int(tier_settings.options.get("num_threads", _NUM_THREADS)),
-            max_queued_write_bytes=max(settings.max_queued_write_bytes, *geometry.slot_bytes),
+            max_queued_write_bytes=max_queued,
         ),
         slot_bytes=geometry.slot_bytes,
         class_of=geometry.class_of(),

@@ -22,6 +22,7 @@ from undercroft.hierarchy.pool import Pool
 from undercroft.hierarchy.request import Answer, Lookup, Request
 from undercroft.hierarchy.restore import Restores
 from undercroft.hierarchy.slots import SlotState
+from undercroft.key_table import SHARD_SHIFT
 from undercroft.keys import ChunkKey
 
 __all__ = ["LEVEL_0", "Hierarchy", "Limits", "StorePlan", "failed_chunk"]
@@ -33,6 +34,7 @@ LEVEL_0 = "host"
 
 
 _STORE_ID_BITS = 40
+_READY = int(SlotState.READY)
 
 
 def failed_chunk(store_id: int, chunk_index: int) -> int:
@@ -111,6 +113,9 @@ class Hierarchy:
         self.events = events
         self.pool = make_pool(self._on_evict)
         self.levels = tuple(levels)
+        # What every lookup needs, one attribute away.
+        self._shards = self.pool.table.shards
+        self._states = self.pool.slots.states
         self._buffer = buffer
         self._clock = clock
         self._limits = limits
@@ -133,6 +138,8 @@ class Hierarchy:
             deadline_s=limits.promote_deadline_s,
             view_of=self.view,
             hold=self._hold,
+            let_go=self._unhold,
+            make_room=self.fresh.settle_others,
             num_busy_slots=self._num_busy_slots,
             counters=counters,
         )
@@ -172,9 +179,9 @@ class Hierarchy:
         """
         if request.step != self._step:
             request.begin_step(self._step)
-        slot = self.pool.table.get(key)
+        slot = self._shards[hash(key) >> SHARD_SHIFT].get(key, -1)
         if slot >= 0:
-            if self.pool.slots.states[slot] >= SlotState.READY:
+            if self._states[slot] >= _READY:
                 if slot not in request.holds:
                     self._hold(request, slot, key)
                 self.counters.lookup_hits += 1
@@ -203,8 +210,6 @@ class Hierarchy:
     def _lookup_filling(self, key: ChunkKey, request: Request, walk_id: object) -> Lookup:
         if key in request.denied or self._expired(request):
             return self._miss(key, request, walk_id, "deadline")
-        if request.deadline_s is None:
-            request.deadline_s = self._clock.now_s() + self._limits.promote_deadline_s
         self.restores.join(key, request)
         self.restores.want(request, self._clock.now_s())
         request.walk(walk_id).note(key, Answer.COMING)
@@ -234,6 +239,11 @@ class Hierarchy:
         if not request.holds:
             self._holders[request.id] = request
         request.holds[slot] = key
+
+    def _unhold(self, request: Request, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if request.holds.pop(slot, None) is not None:
+                self.pool.unpin(slot)
 
     def _let_go(self, request: Request) -> None:
         holds, request.holds = request.holds, {}
@@ -272,13 +282,17 @@ class Hierarchy:
 
     def complete_load(self, keys: Iterable[ChunkKey], request: Request) -> None:
         """The engine has the bytes of `keys`."""
+        loaded: list[int] = []
         for key in keys:
             slot = request.loading.pop(key, None)
-            if slot is None:
-                continue
-            self._num_loading -= 1
-            self.counters.loaded_chunks += 1
-            self.counters.loaded_bytes += self.pool.slots.size(slot)
+            if slot is not None:
+                loaded.append(slot)
+                self.counters.loaded_bytes += self.pool.slots.size(slot)
+        self._num_loading -= len(loaded)
+        self.counters.loaded_chunks += len(loaded)
+        if not request.finished:
+            self.fresh.keep(request, loaded, self._step)
+        for slot in loaded:
             self.pool.unpin(slot)
         if not request.loading:
             self._loaders.pop(request.id, None)
@@ -293,7 +307,9 @@ class Hierarchy:
         that what is accepted can be used. What is left out counts as done for this request.
         """
         find = self.pool.table.get
-        absent = [key for key in dict.fromkeys(keys) if find(key) < 0]
+        # A key voided while it is stored waits for that store's end, which is told by key.
+        storing = self._storing
+        absent = [key for key in dict.fromkeys(keys) if find(key) < 0 and key not in storing]
         if self.levels:
             request.chain.extend(keys)
         if not absent:
@@ -435,6 +451,7 @@ class Hierarchy:
             for ticket in level.transfers.take_released():
                 self.restores.released(level, ticket)
                 self.cascade.released(level, ticket)
+                level.released(ticket)
 
     def step_ended(self) -> None:
         """The workers have finished a step that was scheduled; called once per step's output."""

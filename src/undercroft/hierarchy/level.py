@@ -81,6 +81,7 @@ class Level:
             for n in self._slot_bytes
         ]
         self._writing: dict[ChunkKey, tuple[int, int]] = {}
+        self._late_writes: dict[int, tuple[ChunkKey, int]] = {}
         self._generation = 0
         self._num_writing = [0] * len(self._slot_bytes)
         self._num_deleting = [0] * len(self._slot_bytes)
@@ -119,6 +120,11 @@ class Level:
             return _UNBOUNDED_CHUNKS
         free = self._bounded.free_chunks(self._slot_bytes[size_class])
         return free + self._num_deleting[size_class] - self._num_writing[size_class]
+
+    def is_busy(self, num_bytes: int) -> bool:
+        """Whether the movers' queue is too full for a chunk; never while the level is unusable."""
+        queued, bound = self.transfers.queued_write_bytes, self.transfers.max_queued_write_bytes
+        return queued > 0 and queued + num_bytes > bound and self.usable
 
     def offer(self, key: ChunkKey, data: memoryview) -> int | None:
         """Start writing `key`; returns the ticket, or None if it is not written (counted)."""
@@ -169,8 +175,10 @@ class Level:
         size_class = self._class_of(key)
         if done.op is Op.DELETE:
             self._num_deleting[size_class] -= 1
+            if error is not None:
+                self._keep_evictable(key)
         elif done.op is Op.WRITE:
-            self._settle_write(key, error, done.outcome.num_bytes)
+            self._settle_write(done)
         elif isinstance(error, CorruptChunk):
             self._policies[size_class].on_drop(key)
             self._events.add(self.name, key, removed=True)
@@ -179,17 +187,36 @@ class Level:
             if isinstance(error, TierFull):
                 self.make_room(size_class, 1)
 
-    def _settle_write(self, key: ChunkKey, error: KvError | None, num_bytes: int) -> None:
+    def _settle_write(self, done: Done) -> None:
+        key, error = done.outcome.key, done.outcome.error
         size_class, generation = self._writing.pop(key)
         self._num_writing[size_class] -= 1
-        if error is not None or generation != self._generation:
+        if not done.buffer_free:
+            self._late_writes[done.ticket] = (key, generation)
+        if generation != self._generation:
+            return
+        if error is not None:
+            self._keep_evictable(key)
             return
         policy = self._policies[size_class]
         if key not in policy:
             policy.on_insert(key)
         self._counters.cascaded_chunks[self.name] += 1
-        self._counters.cascaded_bytes[self.name] += num_bytes
+        self._counters.cascaded_bytes[self.name] += done.outcome.num_bytes
         self._events.add(self.name, key, removed=False)
+
+    def released(self, ticket: int) -> None:
+        """A write that had run out of time came back; it may have worked after all."""
+        key, generation = self._late_writes.pop(ticket, (None, 0))
+        if key is not None and generation == self._generation:
+            self._keep_evictable(key)
+
+    def _keep_evictable(self, key: ChunkKey) -> None:
+        """If the tier holds `key` in spite of a failure, see to it that it can be evicted."""
+        policy = self._policies[self._class_of(key)]
+        if self._raiser is None and key not in policy and self._indexed.has(key):
+            policy.on_insert(key)
+            self._events.add(self.name, key, removed=False)
 
     # --- epochs -------------------------------------------------------------------------------
 
@@ -229,16 +256,24 @@ class Level:
         drained = self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
         while not self._stop.is_set():
             try:
-                if self._epochal is not None:
-                    if raise_epoch:
-                        self._epochal.raise_epoch()
-                    self._epoch_seen = self._epochal.epoch()
-                if drained:
-                    return
-            except KvError as error:
+                self._make_void(raise_epoch=raise_epoch)
+            except Exception as error:  # noqa: BLE001 - a stranger's tier may raise anything
                 _LOG.warning("tier %s: the epoch cannot be raised yet: %s", self.name, error)
                 self._stop.wait(_RAISE_RETRY_S)
-            drained = self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
+                continue
+            if drained:
+                return
+            while not (drained or self._stop.is_set()):
+                drained = self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
+
+    def _make_void(self, *, raise_epoch: bool) -> None:
+        if self._epochal is not None:
+            if raise_epoch:
+                self._epochal.raise_epoch()
+            self._epoch_seen = self._epochal.epoch()
+        elif raise_epoch:
+            for key, _ in list(self._indexed.evictable()):
+                self.tier.delete(key)
 
     def close(self, deadline_s: float) -> None:
         """Stop the movers and close the tier, bounded even if the tier hangs."""

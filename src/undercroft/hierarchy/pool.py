@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from undercroft.errors import Bug
 from undercroft.hierarchy.slots import Slots, SlotState
-from undercroft.key_table import KeyTable
+from undercroft.key_table import SHARD_SHIFT, KeyTable
 from undercroft.keys import ChunkKey
 from undercroft.policies.base import EvictionPolicy
 
@@ -67,28 +66,34 @@ class Pool:
             Shorter than `keys` when everything left is pinned or filling: the first ones got one.
         """
         reuse = self._make_room(keys)
-        slots: list[int] = []
-        set_slot, take = self.table.set, self.slots.take
-        for key in keys:
-            size_class = self.class_of(key) if self._many else 0
-            slot = take(size_class)
-            if slot < 0:
-                spare = reuse.get(size_class)
-                if spare:
-                    slot = spare.pop()
-                elif self._many and self._steal_extent(size_class):
-                    slot = take(size_class)
-                if slot < 0:
-                    break
-            set_slot(key, slot)
-            slots.append(slot)
-        if self._many:
+        shards = self.table.shards
+        if not self._many:
+            take = self.slots.take
+            num_fresh = min(len(keys), self.slots.num_free(0))
+            slots = [take(0) for _ in range(num_fresh)] + reuse.get(0, [])
             for key, slot in zip(keys, slots, strict=False):
-                self._owners[slot] = key
+                shards[hash(key) >> SHARD_SHIFT][key] = slot
+            return slots
+        slots = []
+        for key in keys:
+            slot = self._take_or_steal(self.class_of(key), reuse)
+            if slot < 0:
+                break
+            self.table.set(key, slot)
+            self._owners[slot] = key
+            slots.append(slot)
         for spare in reuse.values():
             for slot in spare:
                 self.slots.give_back(slot)
         return slots
+
+    def _take_or_steal(self, size_class: int, reuse: dict[int, list[int]]) -> int:
+        slot = self.slots.take(size_class)
+        if slot < 0 and reuse.get(size_class):
+            return reuse[size_class].pop()
+        if slot < 0 and self._steal_extent(size_class):
+            return self.slots.take(size_class)
+        return slot
 
     def _make_room(self, keys: Sequence[ChunkKey]) -> dict[int, list[int]]:
         """Evict as many chunks of each size class as `keys` lack slots; their slots, by class."""
@@ -160,11 +165,11 @@ class Pool:
         slots, policy = self.slots, self._policies[size_class]
         if slots.num_evictable(size_class) == 0:
             return []
-        find, pins = self.table.get, slots.pins
+        shards, pins = self.table.shards, slots.pins
         victims: list[ChunkKey] = []
         skipped: list[ChunkKey] = []
         for key in policy.victims():
-            if pins[find(key)]:
+            if pins[shards[hash(key) >> SHARD_SHIFT].get(key, -1)]:
                 skipped.append(key)
                 if len(skipped) == _MAX_SKIPPED:
                     break
@@ -177,15 +182,12 @@ class Pool:
         return self._leave(victims, policy)
 
     def _leave(self, victims: Sequence[ChunkKey], policy: EvictionPolicy) -> list[int]:
-        pop, recycle, on_evict = self.table.pop, self.slots.recycle, policy.on_evict
+        shards, on_evict = self.table.shards, policy.on_evict
         freed: list[int] = []
         for key in victims:
-            slot = pop(key)
-            if slot < 0:
-                raise Bug("a policy named a victim that is not resident")
+            freed.append(shards[hash(key) >> SHARD_SHIFT].pop(key))
             on_evict(key)
-            recycle(slot)
-            freed.append(slot)
+        self.slots.recycle(freed)
         if victims:
             self._on_evict(victims)
         return freed

@@ -40,6 +40,8 @@ class Restores:
             its reads if that is longer.
         view_of: The bytes of a slot.
         hold: Pins a READY slot for a request until it loads, ends, or runs out of time.
+        let_go: Takes such pins away again, where there are any.
+        make_room: Makes evictable what requests other than the named one keep for themselves.
         num_busy_slots: Slots that stores, loads and cascades will let go of by themselves.
     """
 
@@ -52,6 +54,8 @@ class Restores:
         deadline_s: float,
         view_of: Callable[[int], memoryview],
         hold: Callable[[Request, int, ChunkKey], None],
+        let_go: Callable[[Request, Sequence[int]], None],
+        make_room: Callable[[str], bool],
         num_busy_slots: Callable[[], int],
         counters: Counters,
     ) -> None:
@@ -61,6 +65,8 @@ class Restores:
         self.deadline_s = deadline_s
         self._view_of = view_of
         self._hold = hold
+        self._let_go = let_go
+        self._make_room = make_room
         self._num_busy_slots = num_busy_slots
         self._counters = counters
         self._queue: dict[str, Request] = {}
@@ -122,13 +128,13 @@ class Restores:
             wanted = self._wanted(request)
             if not wanted:
                 continue
-            if self._fits(wanted):
+            if self._fits(wanted) or (self._make_room(request.id) and self._fits(wanted)):
                 self._start(request, wanted, now_s)
             elif now_s < request.admit_by_s and self._others_hold(request):
                 # Whoever came first will let go soon.
                 return
             else:
-                self._trim(request, wanted, now_s)
+                self._trim(request, now_s)
 
     def _wanted(self, request: Request) -> list[ChunkKey]:
         """Keys to read so that the walks of this step end in hits; empty if they cannot."""
@@ -161,21 +167,34 @@ class Restores:
             return True
         return any(other is not request and other.holds for other in self._queue.values())
 
-    def _trim(self, request: Request, wanted: list[ChunkKey], now_s: float) -> None:
+    def _longest_prefix(self, request: Request, walk: Walk) -> list[ChunkKey]:
+        """Cut a walk from the root where it stops fitting; the keys to read before the cut.
+
+        Hits beyond the cut are of no use without what comes before: their slots count as room, and
+        are let go of.
+        """
+        usable = walk.usable(request.position_of)
+        room = self._room(self._pool.class_of(walk.keys[0]))
+        held = [self._pool.find(k) in request.holds for k in walk.keys]
+        below = [a == Answer.BELOW for a in walk.answers]
+        spare = sum(held[i] for i in usable)
+        needed, cut = 0, len(usable)
+        for i in usable:
+            spare -= held[i]
+            needed += below[i]
+            if needed > room + spare:
+                cut = i
+                break
+        if cut < len(walk.keys):
+            request.denied.add(walk.keys[cut])
+            self._let_go(request, [self._pool.find(k) for k in walk.keys[cut:]])
+        return [walk.keys[i] for i in range(cut) if below[i]]
+
+    def _trim(self, request: Request, now_s: float) -> None:
         """Deny what does not fit. With one walk from the root the rest is read at once."""
         walks = list(request.walks.values())
-        room = {c: self._room(c) for c in self._by_class(wanted)}
         if len(walks) == 1 and not walks[0].descends(request.position_of):
-            taken: list[ChunkKey] = []
-            for key in wanted:
-                size_class = self._pool.class_of(key)
-                if room[size_class] == 0:
-                    request.denied.add(key)
-                    break
-                room[size_class] -= 1
-                taken.append(key)
-            if taken:
-                self._start(request, taken, now_s)
+            self._start(request, self._longest_prefix(request, walks[0]), now_s)
             return
         # Several groups must be cut at the same token. Nothing is read yet: the engine walks again
         # next step over the shorter prefix, and groups walked from the end ask for other keys.
@@ -244,8 +263,9 @@ class Restores:
         promotion = self._by_ticket.pop((level.name, done.ticket), None)
         if promotion is None:
             return
-        self._by_key.pop(promotion.key, None)
         key, slot, outcome = promotion.key, promotion.slot, done.outcome
+        if self._by_key.get(key) is promotion:
+            del self._by_key[key]
         if self._pool.find(key) != slot:  # voided by a reset while on its way
             self._release(level, done, slot)
             return

@@ -177,12 +177,14 @@ class Slots:
             self._partial[size_class][extent] = None
         return extent
 
-    def recycle(self, slot: int) -> None:
-        """Make an unpinned READY slot FILLING, for another chunk of the same size."""
-        if self.states[slot] != _READY or self.pins[slot]:
-            raise Bug(f"slot {slot} recycled in state {self.states[slot]}")
-        self._num_ready_unpinned[self._extent_class[slot // self._stride]] -= 1
-        self.states[slot] = _FILLING
+    def recycle(self, slots: Sequence[int]) -> None:
+        """Make unpinned READY slots FILLING, for other chunks of the same sizes."""
+        states, pins = self.states, self.pins
+        for slot in slots:
+            if states[slot] != _READY or pins[slot]:
+                raise Bug(f"slot {slot} recycled in state {states[slot]}")
+            self._num_ready_unpinned[self._extent_class[slot // self._stride]] -= 1
+            states[slot] = _FILLING
 
     def give_back(self, slot: int) -> None:
         """Make a slot FREE. It must be unpinned."""

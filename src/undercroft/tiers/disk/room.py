@@ -103,7 +103,7 @@ class Room:
         if not slots:
             return False
         header = IndexHeader(
-            self._ground.files.random_hex(), self._ground.records.namespace, record_bytes, slots, 1
+            self._ground.files.random_hex(), self._ground.records.namespace, record_bytes, slots
         )
         self._ground.holdings.add_own(self._create_files(header), None)
         self._ground.names_changed = True

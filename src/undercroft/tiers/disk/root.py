@@ -208,8 +208,9 @@ class Root:
                 return False
             raise
         try:
-            with pool.borrow(PAGE_BYTES) as page:
-                self._files.preadv(fd, [page], 0)
+            page = pool.take(PAGE_BYTES)
+            self._files.preadv(fd, [page], 0)
+            pool.give(page)
         except OSError as exc:
             if exc.errno == errno.EINVAL:
                 return False
