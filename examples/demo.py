@@ -90,19 +90,20 @@ def run_engine(
     }
     answers: dict[str, Answer] = {}
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, "-m", "demo.engine", str(asked)],
             cwd=HERE,
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-        )
-        if process.stdout is None:
-            raise RuntimeError("no pipe to the engine process")
-        for line in process.stdout:
-            show(json.loads(line), answers, progress)
-        code = process.wait()
+        ) as process:
+            try:
+                for line in process.stdout or ():
+                    show(json.loads(line), answers, progress)
+                code = process.wait()
+            finally:
+                process.kill()  # of no effect once it has ended
     if code or len(answers) < len(request["cases"]):
         tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-25:])
         raise SystemExit(f"{tail}\n\nthe engine process ended early (exit status {code})")
@@ -115,7 +116,9 @@ def show(event: dict[str, Any], answers: dict[str, Answer], progress: Progress) 
     if kind == "ready":
         progress.say(f"  ready and warmed up after {event['seconds']:.1f} s")
     elif kind == "stored":
-        progress.say(f"  its KV cache is on disk: {event['disk_bytes'] / 1e6:.0f} MB")
+        progress.say(
+            f"  its KV cache is on disk: the folder takes {event['disk_bytes'] / 1e6:.0f} MB"
+        )
     elif kind == "answer":
         case = event.pop("case")
         answers[case] = answer = Answer(**event)
