@@ -104,7 +104,7 @@ def check_quiet(hierarchy: Hierarchy, *, orphans: bool = False) -> None:
     states = {SlotState(slots.states[slot]) for slot in slots.taken()}
     assert states <= {SlotState.READY}, f"slots left in states {states}"
     assert not hierarchy.has_pending_work()
-    assert not hierarchy._stores
-    assert not hierarchy._storing
+    assert not hierarchy.stores._open
+    assert not hierarchy.stores._by_key
     assert not hierarchy.restores.num_waiting
     assert not hierarchy.fresh._entries

@@ -58,7 +58,7 @@ def test_a_lower_hit_takes_two_lookups(tier: MemoryTier, worlds: list[World]) ->
     """PENDING, then HIT: no extra engine step for a local tier."""
     keys = keys_of("a", 12)
     filled(tier, keys, worlds)
-    world = make_world(16, [tier])
+    world = make_world(16, [tier], between_steps=lambda: world.wait_for_tiers())  # noqa: PLW0108 - not made yet
     worlds.append(world)
     entry = world.engine.run(keys)
     assert (entry.num_hits, entry.num_asked) == (12, 2)
@@ -220,7 +220,7 @@ def test_a_failed_copy_is_a_miss(worlds: list[World]) -> None:
     keys = keys_of("a", 4)
     request = Request("r")
     plan = world.hierarchy.prepare_store(keys, request)
-    world.hierarchy._take_failed_stores = lambda: frozenset({plan.store_id})
+    world.hierarchy.stores._take_failed = lambda: frozenset({plan.store_id})
     world.hierarchy.complete_store(keys, request)
     assert world.hierarchy.lookup(keys[0], Request("s")) is Lookup.MISS
     assert world.counters.dropped_chunks["host", "copy_failed"] == 4

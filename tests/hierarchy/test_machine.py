@@ -255,7 +255,9 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     def _drain(self) -> None:
         for _ in range(60):
-            if self.engine.idle and not self.hierarchy.has_pending_work():
+            late = any(level.transfers.late for level in self.hierarchy.levels)
+            under_way = any(level.transfers.open for level in self.hierarchy.levels)
+            if self.engine.idle and not (self.hierarchy.has_pending_work() or late or under_way):
                 return
             self.engine.step()
             self.clock.advance(1.0)

@@ -161,6 +161,26 @@ def test_a_tier_that_cannot_be_voided_stays_unused(worlds: list[World]) -> None:
     check_all(world.hierarchy)
 
 
+def test_what_was_written_into_the_new_epoch_unknowingly_is_deleted(worlds: list[World]) -> None:
+    """Between another replica's reset and the moment we see it, chunks of ours may be written
+    that are older than the reset; they are neither served nor left behind."""
+    tier = MemoryTier(64 * CHUNK_BYTES, name="below")
+    world = make_world(16, [tier])
+    worlds.append(world)
+    keys = keys_of("a", 3)
+    world.engine.run(keys)
+    tier.raise_epoch()
+    for key in keys:
+        assert world.hierarchy.levels[0].offer(key, memoryview(content_of(key, CHUNK_BYTES)))
+    await_idle(world)
+    assert all(tier.has(key) for key in keys)
+    world.engine.step()
+    assert world.hierarchy.levels[0].wait_void(5.0)
+    world.engine.step()
+    assert not any(tier.has(key) for key in keys)
+    check_quiet(world.hierarchy)
+
+
 class CountedEpoch(MemoryTier):
     num_raised = 0
 

@@ -78,6 +78,11 @@ class World:
         assert states <= {SlotState.READY}, f"slots left in states {states}"
         assert len(slots.taken()) == len(self.hierarchy.pool.table)
 
+    def wait_for_tiers(self) -> None:
+        """Until the movers have nothing left to do."""
+        for level in self.hierarchy.levels:
+            level.transfers.drain(level.transfers._clock.now_s() + 10.0)
+
     def close(self) -> None:
         """Hung calls are let go, and a manual clock runs on."""
         for level in self.hierarchy.levels:

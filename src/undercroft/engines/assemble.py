@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from typing import Any
 
+from undercroft.admission.base import Admission
 from undercroft.clock import Clock
 from undercroft.errors import ConfigError, TierError
 from undercroft.hierarchy.counters import Counters
@@ -19,6 +25,7 @@ from undercroft.keys import ChunkKey, Namespace
 from undercroft.plugins import find
 from undercroft.settings import Settings, TierSettings, format_bytes, with_capacity
 from undercroft.tiers.base import Tier
+from undercroft.tiers.disk.root import ROOT_NAME
 
 __all__ = ["Geometry", "assemble", "tokens_that_fit"]
 
@@ -94,9 +101,16 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
         if (tier := _open_tier(tier_settings, geometry, namespace, clock, num_replicas))
     ]
     make_policy = find("policies", settings.policy)
+    admission = _admission(settings.admission, settings.admission_options, "host memory")
     max_slots = sum(slots.capacity(c) for c in range(len(geometry.slot_bytes)))
     return Hierarchy(
-        lambda on_evict: Pool(slots, make_policy=make_policy, class_of=class_of, on_evict=on_evict),
+        lambda on_evict: Pool(
+            slots,
+            make_policy=make_policy,
+            class_of=class_of,
+            on_evict=on_evict,
+            admission=None if settings.admission == "always" else admission,
+        ),
         levels,
         buffer=buffer,
         clock=clock,
@@ -113,6 +127,18 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
     )
 
 
+def _admission(name: str, options: Mapping[str, Any], where: str) -> Admission:
+    make = find("admission", name)
+    try:
+        made: Admission = make(**options)
+    except TypeError as error:
+        takes = ", ".join(signature(make).parameters) or "no options"
+        raise ConfigError(
+            f"admission {name} of {where} has {', '.join(map(repr, options))}; it takes {takes}"
+        ) from error
+    return made
+
+
 def _level(
     tier: Tier,
     tier_settings: TierSettings,
@@ -121,7 +147,6 @@ def _level(
     shared: tuple[Clock, Counters, LevelEvents],
 ) -> Level:
     clock, counters, events = shared
-    make_admission = find("admission", tier_settings.admission)
     max_queued = max(settings.max_queued_write_bytes, *geometry.slot_bytes)
     return Level(
         tier,
@@ -134,12 +159,27 @@ def _level(
         slot_bytes=geometry.slot_bytes,
         class_of=geometry.class_of(),
         make_policy=find("policies", tier_settings.policy),
-        admission=make_admission(**tier_settings.admission_options),
+        admission=_admission(
+            tier_settings.admission, tier_settings.admission_options, f"tier {tier_settings.name}"
+        ),
         clock=clock,
         counters=counters,
         events=events if tier_settings.events else LevelEvents(enabled=False),
         write_deadline_s=_WRITE_DEADLINE_S,
     )
+
+
+def _held_bytes(settings: TierSettings) -> int:
+    """What earlier runs hold on disk, where the bound depends on it; it counts as free."""
+    path = settings.options.get("path")
+    if settings.capacity_bytes is not None or path is None:
+        return 0
+    held = 0
+    for folder, _, names in os.walk(Path(path).expanduser() / ROOT_NAME):
+        for name in names:
+            with suppress(OSError):
+                held += (Path(folder) / name).lstat().st_blocks * 512
+    return held
 
 
 def _open_tier(
@@ -149,12 +189,14 @@ def _open_tier(
     clock: Clock,
     num_replicas: int,
 ) -> Tier | None:
-    resolved, note = with_capacity(settings)
+    resolved, note = with_capacity(settings, own_bytes=_held_bytes(settings))
     if note:
         _LOG.warning("undercroft: %s", note)
     if resolved.capacity_bytes is None:
         raise ConfigError(f"tier {settings.name} needs a capacity, such as 1TiB")
     options = {k: v for k, v in resolved.options.items() if k != "num_threads"}
+    if "path" in options:
+        options["path"] = str(Path(options["path"]).expanduser())
     if "free_space_floor" in options:
         options["free_space_floor_bytes"] = options.pop("free_space_floor")
     make = find("tiers", resolved.type)

@@ -69,6 +69,7 @@ class Cascade:
     def submit(self) -> None:
         """Hand waiting offers to the movers, as many as they take and a step may cost."""
         for level in self._levels:
+            level.begin_step()
             waiting = self._waiting[level.name]
             for _ in range(min(len(waiting), _MAX_OFFERS_PER_STEP)):
                 key, attempt = waiting[0]

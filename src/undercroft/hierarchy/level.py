@@ -83,6 +83,7 @@ class Level:
         self._writing: dict[ChunkKey, tuple[int, int]] = {}
         self._late_writes: dict[int, tuple[ChunkKey, int]] = {}
         self._generation = 0
+        self._free: dict[int, int] = {}
         self._num_writing = [0] * len(self._slot_bytes)
         self._num_deleting = [0] * len(self._slot_bytes)
         self._epoch_seen = self._epochal.epoch() if self._epochal else 0
@@ -118,8 +119,17 @@ class Level:
         """Chunks that can be written without an eviction, those on their way counted."""
         if self._bounded is None:
             return _UNBOUNDED_CHUNKS
-        free = self._bounded.free_chunks(self._slot_bytes[size_class])
-        return free + self._num_deleting[size_class] - self._num_writing[size_class]
+        free = self._free.get(size_class)
+        if free is None:
+            # Asking may cost a tier of many segments a millisecond: once a step.
+            free = self._bounded.free_chunks(self._slot_bytes[size_class])
+            free += self._num_deleting[size_class] - self._num_writing[size_class]
+            self._free[size_class] = free
+        return free
+
+    def begin_step(self) -> None:
+        """Ask the tier anew what is free."""
+        self._free.clear()
 
     def is_busy(self, num_bytes: int) -> bool:
         """Whether the movers' queue is too full for a chunk; never while the level is unusable."""
@@ -144,6 +154,8 @@ class Level:
             return None
         self._writing[key] = (size_class, self._generation)
         self._num_writing[size_class] += 1
+        if size_class in self._free:
+            self._free[size_class] -= 1
         return ticket
 
     def _decline(self, reason: str) -> None:
@@ -159,6 +171,7 @@ class Level:
             policy.on_evict(key)
             self.transfers.delete(key)
             self._num_deleting[size_class] += 1
+            self._free[size_class] += 1
             self._counters.evicted_chunks[self.name] += 1
             self._events.add(self.name, key, removed=True)
 
@@ -179,12 +192,13 @@ class Level:
                 self._keep_evictable(key)
         elif done.op is Op.WRITE:
             self._settle_write(done)
-        elif isinstance(error, CorruptChunk):
+        elif isinstance(error, CorruptChunk) or (error is None and not done.outcome.found):
             self._policies[size_class].on_drop(key)
             self._events.add(self.name, key, removed=True)
         if error is not None:
             self._counters.dropped_chunks[self.name, drop_reason(error)] += 1
             if isinstance(error, TierFull):
+                self._free[size_class] = 0  # whatever it said before
                 self.make_room(size_class, 1)
 
     def _settle_write(self, done: Done) -> None:
@@ -237,6 +251,7 @@ class Level:
         for policy in self._policies:
             for key in list(policy.victims()):
                 policy.on_drop(key)
+                self._events.add(self.name, key, removed=True)
         self._raiser = threading.Thread(
             target=self._raise_epoch, args=(raise_epoch,), name=f"undercroft-{self.name}-epoch"
         )
@@ -271,7 +286,8 @@ class Level:
             if raise_epoch:
                 self._epochal.raise_epoch()
             self._epoch_seen = self._epochal.epoch()
-        elif raise_epoch:
+        if self._epochal is None or not raise_epoch:
+            # Without an epoch of our own: what we wrote before we knew of the other's.
             for key, _ in list(self._indexed.evictable()):
                 self.tier.delete(key)
 

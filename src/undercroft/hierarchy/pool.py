@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Reversible, Sequence
 
 import numpy as np
 
+from undercroft.admission.base import Admission
 from undercroft.hierarchy.slots import Slots, SlotState
 from undercroft.key_table import SHARD_SHIFT, KeyTable
 from undercroft.keys import ChunkKey
@@ -16,6 +18,8 @@ __all__ = ["Pool"]
 _MAX_SKIPPED = 512
 """Pinned keys one search for a victim may pass over; keeps a single call short. They are moved out
 of the way, so the next search goes on behind them."""
+_MAX_RECLAIMED = 64
+"""Extents that one call may take from other size classes."""
 
 
 class Pool:
@@ -29,6 +33,7 @@ class Pool:
         make_policy: Called once per size class with the number of slots the class could have.
         class_of: The size class of a key.
         on_evict: Told the keys that leave by choice of a policy.
+        admission: Asked once per offer of a key; None admits everything.
 
     Threads: one (the scheduler's). Cost: O(1) per call, amortized.
     """
@@ -40,8 +45,10 @@ class Pool:
         make_policy: Callable[[int], EvictionPolicy],
         class_of: Callable[[ChunkKey], int],
         on_evict: Callable[[Sequence[ChunkKey]], None],
+        admission: Admission | None = None,
     ) -> None:
         self.slots = slots
+        self._admission = admission
         self.table = KeyTable()
         self.class_of = class_of
         self._on_evict = on_evict
@@ -55,17 +62,34 @@ class Pool:
         """The slot that holds or awaits `key`; -1 if there is none."""
         return self.table.get(key)
 
+    def absent(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those of `keys` that are not here, each once, in the order given."""
+        find = self.table.get
+        return [key for key in dict.fromkeys(keys) if find(key) < 0]
+
+    def admitted(self, offered: Sequence[ChunkKey], absent: list[ChunkKey]) -> list[ChunkKey]:
+        """Those of `absent` that may come in. Chunks `offered` that are here count as seen, too."""
+        admission = self._admission
+        if admission is None:
+            return absent
+        slot_bytes = self.slots.slot_bytes
+        allowed = {
+            key: admission.admit(key, slot_bytes[self.class_of(key)])
+            for key in dict.fromkeys(offered)
+        }
+        return [key for key in absent if allowed[key]]
+
     def available(self, size_class: int) -> int:
         """Slots of `size_class` that `allocate` could hand out now, stealing left aside."""
         return self.slots.num_free(size_class) + self.slots.num_evictable(size_class)
 
-    def allocate(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """A FILLING slot for each of `keys`, evicting if need be.
+    def allocate(self, keys: Sequence[ChunkKey], keep: Container[ChunkKey] = ()) -> list[int]:
+        """A FILLING slot for each of `keys`, evicting if need be, but none of `keep`.
 
         Returns:
             Shorter than `keys` when everything left is pinned or filling: the first ones got one.
         """
-        reuse = self._make_room(keys)
+        reuse = self._make_room(keys, keep)
         shards = self.table.shards
         if not self._many:
             take = self.slots.take
@@ -88,35 +112,63 @@ class Pool:
         return slots
 
     def _take_or_steal(self, size_class: int, reuse: dict[int, list[int]]) -> int:
-        slot = self.slots.take(size_class)
-        if slot < 0 and reuse.get(size_class):
-            return reuse[size_class].pop()
+        spare = reuse.get(size_class)
+        slot = spare.pop() if spare else self.slots.take(size_class)
         if slot < 0 and self._steal_extent(size_class):
             return self.slots.take(size_class)
         return slot
 
-    def _make_room(self, keys: Sequence[ChunkKey]) -> dict[int, list[int]]:
+    def _make_room(
+        self, keys: Sequence[ChunkKey], keep: Container[ChunkKey]
+    ) -> dict[int, list[int]]:
         """Evict as many chunks of each size class as `keys` lack slots; their slots, by class."""
         if not self._many:
             missing = len(keys) - self.slots.num_free(0)
-            return {0: self._evict(0, missing)} if missing > 0 else {}
-        counts: dict[int, int] = {}
-        for key in keys:
-            size_class = self.class_of(key)
-            counts[size_class] = counts.get(size_class, 0) + 1
+            return {0: self._evict(0, missing, keep)} if missing > 0 else {}
+        counts: Counter[int] = Counter(map(self.class_of, keys))
+        slots = self.slots
+        needed = self._extents_needed(counts)
+        left = slots.num_spare_extents - sum(needed.values())
         room: dict[int, list[int]] = {}
         for size_class, count in counts.items():
-            missing = count - self.slots.num_free(size_class)
+            # Extents go first to those that have nothing to evict; the others share the rest.
+            lacking = count - slots.num_owned_free(size_class)
+            more = min(max(0, left), slots.extents_for(size_class, lacking) - needed[size_class])
+            left -= more
+            missing = lacking - (needed[size_class] + more) * slots.per_extent(size_class)
             if missing > 0:
-                room[size_class] = self._evict(size_class, missing)
+                room[size_class] = self._evict(size_class, missing, keep)
         return room
+
+    def _extents_needed(self, counts: Mapping[int, int]) -> dict[int, int]:
+        """Extents each class lacks for `counts` when it has evicted what it can."""
+        slots = self.slots
+        return {
+            c: slots.extents_for(c, n - slots.num_owned_free(c) - slots.num_evictable(c))
+            for c, n in counts.items()
+        }
+
+    def fits(self, counts: Mapping[int, int]) -> bool:
+        """Whether `allocate` has so many slots of each size class at once, without stealing."""
+        return sum(self._extents_needed(counts).values()) <= self.slots.num_spare_extents
+
+    def reclaim(self, counts: Mapping[int, int]) -> bool:
+        """Take unused extents from other classes until `counts` fit; whether any was taken.
+
+        Bounded: what is still missing is for another call.
+        """
+        for num_taken in range(_MAX_RECLAIMED):
+            short = [c for c, n in self._extents_needed(counts).items() if n]
+            if self.fits(counts) or not any(map(self._steal_extent, short)):
+                return num_taken > 0
+        return True
 
     def make_ready(self, key: ChunkKey, slot: int) -> None:
         """The bytes of `key` are in its slot, and its policy may name it as a victim."""
         self.slots.set_state(slot, SlotState.READY)
         self._policies[self.class_of(key)].on_insert(key)
 
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
+    def touch(self, keys: Reversible[ChunkKey]) -> None:
         """`keys`, a prefix from the root on, were used; the deepest ends up the oldest of them."""
         find = self.table.get
         states = self.slots.states
@@ -160,7 +212,7 @@ class Pool:
         used = sum(slots.num_taken(c) * size for c, size in enumerate(slots.slot_bytes))
         return used, slots.num_extents * slots.extent_bytes
 
-    def _evict(self, size_class: int, count: int) -> list[int]:
+    def _evict(self, size_class: int, count: int, keep: Container[ChunkKey]) -> list[int]:
         """Evict up to `count` unpinned chunks, coldest first; their slots, FILLING by now."""
         slots, policy = self.slots, self._policies[size_class]
         if slots.num_evictable(size_class) == 0:
@@ -169,7 +221,7 @@ class Pool:
         victims: list[ChunkKey] = []
         skipped: list[ChunkKey] = []
         for key in policy.victims():
-            if pins[shards[hash(key) >> SHARD_SHIFT].get(key, -1)]:
+            if pins[shards[hash(key) >> SHARD_SHIFT].get(key, -1)] or key in keep:
                 skipped.append(key)
                 if len(skipped) == _MAX_SKIPPED:
                     break

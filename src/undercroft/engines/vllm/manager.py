@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -86,7 +86,9 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc]
         hierarchy: Where everything happens.
         group_ids: The engine's ids of the offloaded groups, in its order.
         close: Called once at shutdown, after the hierarchy closed.
-        refresh: Called at the end of each step; tells the pool how much memory exists by now.
+        refresh: Called now and at the end of each step; tells the pool how much memory exists.
+        localities: By name, the levels that other machines can reach, or cannot.
+        reset_s: How long each lower level may take when a reset has to be repeated.
     """
 
     def __init__(
@@ -96,14 +98,19 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc]
         group_ids: Sequence[int],
         close: Callable[[], None],
         refresh: Callable[[], None],
+        localities: Mapping[str, Locality] | None = None,
+        reset_s: float = 1.0,
     ) -> None:
         self.hierarchy = hierarchy
+        self._localities = dict(localities or {})
+        self._reset_s = reset_s
         self._group_ids = [group_key(group_id) for group_id in group_ids]
         self.is_off = False
         self._close = close
         self._refresh = refresh
         self._stats = StepStats(hierarchy)
         self._requests: dict[str, Request] = {}
+        refresh()
 
     def switch_off(self, error: BaseException) -> None:
         """Serve and store nothing from now on. Loads under way end as they would have."""
@@ -125,9 +132,9 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc]
     # --- requests -----------------------------------------------------------------------------
 
     @override
+    @_safe(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        if not self.is_off:
-            self._request(req_context)
+        self._request(req_context)
         return RequestOffloadingContext()
 
     @override
@@ -157,15 +164,21 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc]
 
     def _allowed(self, key: ChunkKey, tiers: TierFilter, request: Request) -> bool:
         """Whether the request wants hits from where `key` is."""
-        host = bool(tiers.allows(Medium.CPU, Locality.LOCAL))
-        storage = bool(tiers.allows(Medium.STORAGE, Locality.LOCAL))
-        if key in request.promoted:
-            return storage
-        if self.hierarchy.pool.find(key) >= 0 and host:
-            return True
-        return storage and self.hierarchy.restores.level_with(key) is not None
+        below = request.promoted.get(key)
+        if below is None:
+            if tiers.allows(Medium.CPU, Locality.LOCAL) and self.hierarchy.pool.find(key) >= 0:
+                return True
+            level = self.hierarchy.restores.level_with(key)
+            if level is None:
+                return False
+            below = level.name
+        return bool(tiers.allows(Medium.STORAGE, self._locality(below)))
+
+    def _locality(self, level: str) -> Locality:
+        return self._localities.get(level, Locality.LOCAL)
 
     @override
+    @_safe(lambda: CacheHitSource.EXTERNAL_UNSPECIFIED)
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         source = self.hierarchy.source_of(ChunkKey(key), self._any_request(req_context))
         return CacheHitSource.HOST if source == LEVEL_0 else CacheHitSource.DISK
@@ -225,20 +238,34 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc]
         return self.hierarchy.has_pending_work()
 
     @override
-    @_safe(lambda: None)
     def get_stats(self) -> OffloadingConnectorStats | None:
         # The engine asks once for each step whose output it has processed.
+        self._step_ended()
+        return self._take_stats()
+
+    @_safe(lambda: None)
+    def _step_ended(self) -> None:
         self.hierarchy.step_ended()
-        return self._stats.take()
+
+    def _take_stats(self) -> OffloadingConnectorStats | None:
+        # Also while the cache is off: that it is off must be seen.
+        try:
+            return self._stats.take(is_off=self.is_off)
+        except Exception as error:  # noqa: BLE001 - the engine dies of whatever passes
+            if not self.is_off:
+                self.switch_off(error)
+                return self._take_stats()
+            return None
 
     @override
+    @_safe(list)
     def take_events(self) -> Iterable[OffloadingEvent]:
         return [
             OffloadingEvent(
                 keys=[OffloadKey(key) for key in event.keys],
                 medium=Medium.CPU if event.level == LEVEL_0 else Medium.STORAGE,
                 removed=event.removed,
-                locality=Locality.LOCAL,
+                locality=self._locality(event.level),
                 ownership=None if event.level == LEVEL_0 else event.level,
                 removal_expected=True,
             )
@@ -248,17 +275,35 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc]
     # --- reset and shutdown -------------------------------------------------------------------
 
     @override
-    @_safe(lambda: None)
     def reset_cache(self) -> None:
-        if not self.hierarchy.reset():
+        # Also while the cache is off: what lies on disk outlives this engine, and others share it.
+        try:
+            in_time = self.hierarchy.reset()
+        except Exception as error:  # noqa: BLE001 - the engine dies of whatever passes
+            self.switch_off(error)
+            in_time = self._void_levels()
+        if not in_time:
             _LOG.warning(
                 "undercroft: a lower level did not take the reset in time; it stays unused until "
                 "it has"
             )
 
+    def _void_levels(self) -> bool:
+        """Make what the lower levels hold void although a reset failed."""
+        in_time = True
+        for level in self.hierarchy.levels:
+            try:
+                level.void(raise_epoch=True)
+                in_time &= level.wait_void(self._reset_s)
+            except Exception:  # noqa: BLE001 - the other levels get their turn
+                in_time = False
+                _LOG.exception("undercroft: tier %s could not be reset", level.name)
+        return in_time
+
     @override
     def shutdown(self) -> None:
-        try:
-            self.hierarchy.close()
-        finally:
-            self._close()
+        for close in (self.hierarchy.close, self._close):
+            try:
+                close()
+            except Exception:  # noqa: BLE001 - nothing may keep the engine from stopping
+                _LOG.exception("undercroft: fault while shutting down")

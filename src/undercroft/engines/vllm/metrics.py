@@ -52,6 +52,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "waiting_restores": ("Requests that wait for chunks of a lower level.", ()),
     "moving_chunks": ("Chunks on their way to or from a lower level.", ()),
     "level_usable": ("1 if a lower level is asked at all, else 0.", ("level",)),
+    "is_on": ("1 normally; 0 after a fault of our own, until the engine restarts.", ()),
 }
 
 
@@ -87,11 +88,12 @@ def _counters(hierarchy: Hierarchy) -> Iterator[tuple[str, tuple[str, ...], int]
     for labels, count in counters.dropped_chunks.items():
         yield "dropped_chunks", labels, count
     for where, count in counters.declined_chunks.items():
-        level, _, reason = where.partition(":")
+        level, _, reason = where.rpartition(":")
         yield "declined_chunks", (level, reason), count
 
 
 def _gauges(hierarchy: Hierarchy) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    yield "is_on", (), 1
     used, capacity = hierarchy.pool.residency()
     yield from _level_gauges(LEVEL_0, used, capacity)
     yield "pinned_chunks", (), hierarchy.pool.slots.num_pinned
@@ -118,8 +120,15 @@ class StepStats:
         self._hierarchy = hierarchy
         self._seen: dict[tuple[str, tuple[str, ...]], float] = {}
 
-    def take(self) -> OffloadingConnectorStats | None:
-        """What changed, or None. Cost: a few microseconds."""
+    def take(self, *, is_off: bool = False) -> OffloadingConnectorStats | None:
+        """What changed, or None. Cost: a few microseconds.
+
+        Args:
+            is_off: The hierarchy is broken: report what was counted, and nothing that has to be
+                asked of it.
+        """
+        # Whatever can fail comes first: nothing may be marked as seen that is not reported.
+        gauges = [("is_on", (), 0.0)] if is_off else list(_gauges(self._hierarchy))
         stats: OffloadingConnectorStats | None = None
         seen = self._seen
         for name, labels, total in _counters(self._hierarchy):
@@ -128,7 +137,7 @@ class StepStats:
                 seen[name, labels] = total
                 stats = stats or OffloadingConnectorStats()
                 stats.increase_counter(_PREFIX + name, delta, labels)
-        for name, labels, value in _gauges(self._hierarchy):
+        for name, labels, value in gauges:
             if seen.get((name, labels)) != value:
                 seen[name, labels] = value
                 stats = stats or OffloadingConnectorStats()

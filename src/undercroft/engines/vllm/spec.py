@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -17,6 +18,8 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
+    Locality,
+    OffloadingKVEventsConfig,
     OffloadingManager,
     OffloadingMetricMetadata,
     OffloadingSpec,
@@ -34,6 +37,7 @@ from undercroft.engines.vllm.metrics import metric_definitions
 from undercroft.engines.vllm.worker import CpuWorker, chunk_payload_bytes
 from undercroft.hierarchy.hierarchy import failed_chunk
 from undercroft.hierarchy.region import Region, RegionConfig
+from undercroft.hierarchy.rendezvous import sweep_dead_regions
 from undercroft.hierarchy.slots import SLOT_ALIGNMENT_BYTES
 from undercroft.identity import EngineFacts, key_hash, namespace, weights_fingerprint
 from undercroft.keys import ChunkKey, Namespace
@@ -113,6 +117,10 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
         check_served(self._engine.config)
         self._settings = load(config.extra_config, environ=os.environ)
         self.offload_prompt_only = self._settings.offload_prompt_only
+        self.kv_events_config = OffloadingKVEventsConfig(
+            enable_kv_cache_events=config.enable_kv_cache_events,
+            self_describing_kv_events=self._settings.self_describing_kv_events,
+        )
         self._clock = SystemClock()
         identity = hashlib.sha256(to_json(self._engine).encode())
         self._region_config = RegionConfig(
@@ -135,6 +143,8 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         chunk_bytes = chunk_payload_bytes(kv_caches, self.blocks_per_chunk)
         check_sizes(self._settings, chunk_bytes)
+        # What a killed engine left would count as used, and keep this one from ever starting.
+        sweep_dead_regions(self._region_config.directory, keep=Path())
         check_host_bytes(self._settings.host_bytes, host_limits())
         region = Region.join(
             self._region_config,
@@ -189,6 +199,10 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
             group_ids=[group.group_id for group in config.groups],
             close=region.close,
             refresh=lambda: slots.set_ready_bytes(region.ready_bytes()),
+            localities={
+                tier.name: Locality(tier.locality) for tier in settings.tiers if tier.locality
+            },
+            reset_s=settings.drain_deadline_s,
         )
 
     def _geometry(self, region: Region) -> Geometry:

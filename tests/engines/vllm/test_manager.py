@@ -1,0 +1,363 @@
+"""The manager alone: no fault of ours reaches the engine, and a request gets what it asked for."""
+
+import contextlib
+import time
+
+import pytest
+from rig import Group, prompt, running
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadPolicy,
+    ReqContext,
+    ScheduleEndContext,
+    TierFilter,
+    TierMatcher,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from undercroft.errors import Bug, TierUnavailable
+from undercroft.hierarchy.hierarchy import Hierarchy
+
+KEYS = [bytes([n]) * 32 + bytes(4) for n in range(8)]
+HOST = {"host": "1MiB"}
+
+
+def disk(path, **more):
+    return {"tiers": [{"type": "disk", "path": str(path), "capacity": "64MiB", **more}]}
+
+
+@contextlib.contextmanager
+def manager(extra=HOST, **kwargs):
+    """A manager whose worker has really copied what it stores."""
+    with running(extra, **kwargs) as rig:
+        yield rig.manager
+
+
+def context(req_id="r", keys=KEYS, **more):
+    made = ReqContext(req_id, **more)
+    for index, key in enumerate(keys):
+        made.set_offload_key_position(key, 16 * (index + 1))
+    return made
+
+
+def step(m, *new):
+    m.on_schedule_end(ScheduleEndContext(new_req_ids=new, preempted_req_ids=()))
+
+
+def store(m, keys=KEYS, req_id="s"):
+    ctx = context(req_id)
+    m.on_new_request(ctx)
+    out = m.prepare_store(keys, ctx)
+    m.complete_store(set(out.keys_to_store), ctx)
+    m.on_request_finished(ctx)
+    return out
+
+
+def settle(m, condition=lambda: False, seconds=5.0):
+    """Steps until nothing is under way."""
+    end = time.monotonic() + seconds
+    while m.has_pending_work() and not condition():
+        step(m)
+        m.get_stats()
+        time.sleep(0.001)
+        assert time.monotonic() < end, "not in time"
+
+
+def walk(m, ctx, keys=KEYS, seconds=5.0):
+    """The engine's walk over a full-attention group, step by step; the number of hits."""
+    end = time.monotonic() + seconds
+    while True:
+        hits, pending = 0, False
+        for key in keys:
+            answer = m.lookup(key, ctx)
+            if answer is LookupResult.MISS:
+                break
+            pending |= answer is not LookupResult.HIT
+            hits += 1
+        if not pending:
+            return hits
+        step(m)
+        time.sleep(0.001)
+        assert time.monotonic() < end, "no answer"
+
+
+# --- faults -----------------------------------------------------------------------------------
+
+CALLS = {
+    "on_new_request": (None, lambda m, c: m.on_new_request(c)),
+    "on_request_finished": ("finish_request", lambda m, c: m.on_request_finished(c)),
+    "lookup": ("lookup", lambda m, c: m.lookup(KEYS[0], c)),
+    "get_load_source": ("source_of", lambda m, c: m.get_load_source(KEYS[0], c)),
+    "complete_load": ("complete_load", lambda m, c: m.complete_load(set(KEYS), c)),
+    "prepare_store": ("prepare_store", lambda m, c: m.prepare_store(KEYS, c)),
+    "complete_store": ("complete_store", lambda m, c: m.complete_store(set(KEYS), c)),
+    "on_schedule_end": ("end_step", lambda m, c: step(m, "r")),
+    "has_pending_work": ("has_pending_work", lambda m, c: m.has_pending_work()),
+    "get_stats": ("step_ended", lambda m, c: m.get_stats()),
+    "reset_cache": ("reset", lambda m, c: m.reset_cache()),
+    "shutdown": ("close", lambda m, c: m.shutdown()),
+}
+
+
+def assert_off(m):
+    """Everything answers as if there were no cache, and says that there is none."""
+    ctx = context("after")
+    assert m.is_off
+    assert m.on_new_request(ctx).policy is OffloadPolicy.CHUNK_LEVEL
+    assert [m.lookup(key, ctx) for key in KEYS] == [LookupResult.MISS] * len(KEYS)
+    out = m.prepare_store(KEYS, ctx)
+    assert (out.keys_to_store, len(out.store_spec.offsets)) == ([], 0)
+    m.complete_store(set(KEYS), ctx)
+    m.complete_load(set(KEYS), ctx)
+    step(m)
+    assert m.has_pending_work() is False
+    assert list(m.take_events()) == []
+    m.on_request_finished(ctx)
+    m.reset_cache()
+
+
+@pytest.mark.parametrize("name", [name for name, (verb, _) in CALLS.items() if verb])
+@pytest.mark.parametrize("error", [Bug("broken"), TierUnavailable("gone"), KeyError("k")], ids=repr)
+def test_a_fault_in_the_hierarchy_never_reaches_the_engine(name, error, monkeypatch):
+    """The call answers safely, the cache is off from then on, and the counter says so."""
+    verb, call = CALLS[name]
+
+    def fail(*_args, **_kwargs):
+        raise error
+
+    with manager() as m:
+        store(m)
+        ctx = context()
+        m.on_new_request(ctx)
+        m.get_stats()
+        with monkeypatch.context() as patch:
+            patch.setattr(Hierarchy, verb, fail)
+            answer = call(m, ctx)
+            if name == "get_stats":
+                seen = answer
+            elif name == "shutdown":
+                return  # closed; a fault while closing changes nothing any more
+            else:
+                seen = None
+        seen = seen or m.get_stats()
+        assert seen.data["data"]["vllm:undercroft_broken_invariants"] == {(): 1}
+        assert seen.data["data"]["vllm:undercroft_is_on"] == {(): 0}
+        if name == "lookup":
+            assert answer is LookupResult.MISS
+        if name == "get_load_source":
+            assert answer is CacheHitSource.EXTERNAL_UNSPECIFIED
+        assert_off(m)
+
+
+def test_a_fault_while_counting_never_reaches_the_engine(monkeypatch):
+    """A gauge that cannot be read switches the cache off; counters are still reported."""
+    with manager() as m:
+        store(m)
+        monkeypatch.setattr(type(m.hierarchy.pool), "residency", lambda _: 1 / 0)
+        stats = m.get_stats()
+        assert stats.data["data"]["vllm:undercroft_stored_chunks"] == {(): len(KEYS)}
+        assert stats.data["data"]["vllm:undercroft_is_on"] == {(): 0}
+        assert_off(m)
+        assert m.get_stats() is None or m.get_stats() is None
+
+
+def test_a_fault_in_events_never_reaches_the_engine(monkeypatch):
+    """As any other."""
+    with manager(events=True) as m:
+        store(m)
+        monkeypatch.setattr(m.hierarchy.events, "take", lambda: 1 / 0)
+        assert list(m.take_events()) == []
+        assert_off(m)
+
+
+def test_a_load_of_what_was_no_hit_stops_the_engine():
+    """The one exception: the engine would read whatever slots it is given."""
+    with manager() as m:
+        ctx = context()
+        m.on_new_request(ctx)
+        with pytest.raises(Bug, match="was not a hit"):
+            m.prepare_load(KEYS[:1], ctx)
+        assert m.hierarchy.pool.slots.num_pinned == 0
+        assert not m.is_off
+
+
+def test_a_load_under_way_ends_although_the_cache_went_off(monkeypatch):
+    """Hits of this step can be loaded, from slots that nobody is given any more."""
+    with manager() as m:
+        store(m)
+        ctx = context()
+        m.on_new_request(ctx)
+        assert walk(m, ctx) == len(KEYS)
+        monkeypatch.setattr(Hierarchy, "lookup", lambda *_: 1 / 0)
+        m.lookup(KEYS[0], context("other"))
+        assert m.is_off
+        spec = m.prepare_load(KEYS, ctx)
+        assert len(spec.offsets) == len(KEYS)
+        m.complete_load(set(KEYS), ctx)
+
+
+def test_a_reset_reaches_the_disk_although_the_cache_is_off(tmp_path, monkeypatch):
+    """Weights may change while it is off; no later engine may find the old chunks."""
+    extra = {**HOST, **disk(tmp_path)}
+    with manager(extra, engine_id="one") as m:
+        store(m)
+        settle(m)
+        monkeypatch.setattr(Hierarchy, "lookup", lambda *_: 1 / 0)
+        m.lookup(KEYS[0], context("other"))
+        assert m.is_off
+        m.reset_cache()
+        monkeypatch.undo()
+    with manager(extra, engine_id="two") as m:
+        assert walk(m, context()) == 0
+
+
+def test_a_reset_that_fails_half_way_still_reaches_the_disk(tmp_path, monkeypatch):
+    """Level 0's bookkeeping may be broken: the epoch is raised all the same."""
+    extra = {**HOST, **disk(tmp_path)}
+    with manager(extra, engine_id="one") as m:
+        store(m)
+        settle(m)
+        monkeypatch.setattr(type(m.hierarchy.pool), "void", lambda *_: 1 / 0)
+        m.reset_cache()
+        assert_off(m)
+        monkeypatch.undo()
+    with manager(extra, engine_id="two") as m:
+        assert walk(m, context()) == 0
+
+
+def test_a_disk_that_is_gone_is_a_miss_and_not_a_fault(tmp_path):
+    """The directory vanishes under a running engine: misses, and host memory goes on."""
+    with manager({"host": "64KiB", **disk(tmp_path)}) as m:  # eight slots
+        store(m)
+        settle(m)
+        (tmp_path / "undercroft-v1").rename(tmp_path / "elsewhere")
+        (tmp_path / "undercroft-v1").write_text("in the way")
+        for n in range(4):
+            more = [bytes([100 + 8 * n + i]) * 32 + bytes(4) for i in range(8)]
+            store(m, more, f"more{n}")
+            step(m)
+            m.get_stats()
+        ctx = context("again")
+        hits = walk(m, ctx)
+        assert 0 <= hits <= len(KEYS)
+        assert not m.is_off
+        m.on_request_finished(ctx)
+
+
+# --- tiers a request may load from ------------------------------------------------------------
+
+LOCAL_DISK = TierMatcher(Medium.STORAGE, Locality.LOCAL)
+FILTERS = {
+    "all": (TierFilter.ALL, True, True),
+    "nothing": (TierFilter(()), False, False),
+    "host": (TierFilter((TierMatcher(Medium.CPU),)), True, False),
+    "storage": (TierFilter((TierMatcher(Medium.STORAGE),)), False, True),
+    "local": (TierFilter((TierMatcher(None, Locality.LOCAL),)), True, True),
+    "remote": (TierFilter((TierMatcher(None, Locality.REMOTE),)), False, False),
+    "remote storage": (TierFilter((TierMatcher(Medium.STORAGE, Locality.REMOTE),)), False, False),
+    "local disk": (TierFilter((LOCAL_DISK,)), False, True),
+    "either": (TierFilter((TierMatcher(Medium.CPU), LOCAL_DISK)), True, True),
+    "an equal of all": (TierFilter((TierMatcher(),)), True, True),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_load_tier_filter(name, tmp_path):
+    """Chunks in host memory only, and on disk only, are hits for whom they may be."""
+    chosen, from_host, from_disk = FILTERS[name]
+    extra = {**HOST, **disk(tmp_path)}
+    with manager(extra, engine_id="one") as m:
+        store(m, KEYS[:4])
+        settle(m)
+    with manager(HOST, engine_id="two") as m:
+        store(m)
+        assert walk(m, context(load_tier_filter=chosen)) == (len(KEYS) if from_host else 0)
+    with manager(extra, engine_id="three") as m:
+        ctx = context(load_tier_filter=chosen)
+        assert walk(m, ctx, KEYS[:4]) == (4 if from_disk else 0)
+        assert m.hierarchy.counters.promoted_chunks["disk"] == (4 if from_disk else 0)
+
+
+def test_load_tier_filter_and_a_tier_said_to_be_remote(tmp_path):
+    """A tier's `locality` decides whether a request for local chunks may use it."""
+    extra = {**HOST, **disk(tmp_path, locality="REMOTE")}
+    with manager(extra, engine_id="one") as m:
+        store(m)
+        settle(m)
+    with manager(extra, engine_id="two") as m:
+        local = TierFilter((TierMatcher(None, Locality.LOCAL),))
+        remote = TierFilter((TierMatcher(None, Locality.REMOTE),))
+        assert walk(m, context("l", load_tier_filter=local)) == 0
+        assert walk(m, context("r", load_tier_filter=remote)) == len(KEYS)
+
+
+def test_load_tier_filter_through_the_connector():
+    """As users write it, in `kv_transfer_params`."""
+    with running(HOST) as rig:
+        rig.run(prompt(1, 160))
+        assert rig.run(prompt(1, 160), kv_load_tiers=[{"medium": "STORAGE"}]).num_hit_tokens == 0
+        assert rig.run(prompt(1, 160), kv_load_tiers=[]).num_hit_tokens == 0
+        assert rig.run(prompt(1, 160), kv_load_tiers=[{"medium": "cpu"}]).num_hit_tokens == 160
+
+
+def test_load_sources(tmp_path):
+    """DISK for what was read for this request, HOST for what was here."""
+    extra = {**HOST, **disk(tmp_path)}
+    with manager(extra, engine_id="one") as m:
+        store(m, KEYS[:4])
+        settle(m)
+    with manager(extra, engine_id="two") as m:
+        ctx = context("a")
+        assert walk(m, ctx, KEYS[:4]) == 4
+        sources = [m.get_load_source(key, ctx) for key in KEYS[:4]]
+        assert sources == [CacheHitSource.DISK] * 4
+        m.prepare_load(KEYS[:4], ctx)
+        m.complete_load(set(KEYS[:4]), ctx)
+        m.on_request_finished(ctx)
+        other = context("b")
+        assert walk(m, other, KEYS[:4]) == 4
+        assert m.get_load_source(KEYS[0], other) is CacheHitSource.HOST
+
+
+# --- admission of level 0 ---------------------------------------------------------------------
+
+
+def test_store_threshold_counts_offers_as_in_stock_vllm():
+    """A chunk is stored when it is offered the Nth time; compared with stock's own manager."""
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+    stock = CPUOffloadingManager(num_chunks=128, store_threshold=3)
+    offers = [KEYS[:4], KEYS[:6], KEYS[2:], KEYS, KEYS[:1], KEYS]
+    with manager({"cpu_bytes_to_use": 1 << 20, "store_threshold": 3}) as m:
+        for number, offer in enumerate(offers):
+            theirs, mine = (context(f"{who}{number}") for who in ("stock", "ours"))
+            for each, ctx in ((stock, theirs), (m, mine)):
+                each.on_new_request(ctx)
+            expected = stock.prepare_store(offer, theirs).keys_to_store
+            stock.complete_store(expected, theirs)
+            out = m.prepare_store(offer, mine)
+            assert out.keys_to_store == expected, f"offer {number}"
+            assert len(out.store_spec.offsets) == len(expected)
+            m.complete_store(set(out.keys_to_store), mine)
+            m.on_request_finished(mine)
+        declined = m.hierarchy.counters.declined_chunks["host:not_admitted"]
+        assert declined == stock.stores_skipped_in_current_batch > 0
+
+
+def test_store_threshold_end_to_end():
+    """The second request of a prompt stores it, the third one hits."""
+    with running({"cpu_bytes_to_use": 4 << 20, "store_threshold": 2}) as rig:
+        hits = [rig.run(prompt(1, 160)).num_hit_tokens for _ in range(3)]
+        assert hits == [0, 0, 160]
+
+
+def test_groups_of_different_ids_get_their_own_counts():
+    """`group_chunks` counts by the engine's ids, in its order, whatever they are."""
+    groups = (Group(kept=False), Group(), Group(kept=False), Group())
+    with manager(groups=groups) as m:
+        keys = [bytes([n]) * 32 + (1 if n < 2 else 3).to_bytes(4, "big") for n in range(5)]
+        ctx = context(keys=keys)
+        out = m.prepare_store(keys, ctx)
+        assert out.store_spec.group_chunks == (2, 3)
