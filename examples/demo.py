@@ -1,4 +1,4 @@
-"""Ask a question about a long text, four times: cold, and from three places the KV cache can be.
+"""Ask a question about a long text four times: cold, then with its KV cache in three places.
 
 `make demo` runs this. It starts stock vLLM twice on the CPU with SmolLM2-135M, shows the time to
 first token of each case, whether the answers are the same, and draws a chart.
@@ -21,7 +21,7 @@ from demo import chart, model
 HERE = Path(__file__).resolve().parent
 TEXT = HERE / "data" / "alice.txt"
 QUESTION = "What did the label on the little bottle say?"
-PROMPT_TOKENS = 6200
+TEXT_TOKENS = 7000
 WARM_UP_TOKENS = 400
 MAX_TOKENS = 32
 DTYPE = "float32"  # in bfloat16 rounding makes vLLM's own prefix cache change long answers
@@ -63,7 +63,7 @@ def prompts(folder: Path) -> tuple[list[int], list[int]]:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = tokenizer.encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=False)
-    excerpt = tokenizer.decode(text[:PROMPT_TOKENS])
+    excerpt = tokenizer.decode(text[:TEXT_TOKENS])
     asked = [
         {"role": "system", "content": "You answer questions about the text you are given."},
         {"role": "user", "content": f"{excerpt}\n\nQuestion: {QUESTION}"},
@@ -90,19 +90,20 @@ def run_engine(
     }
     answers: dict[str, Answer] = {}
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, "-m", "demo.engine", str(asked)],
             cwd=HERE,
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-        )
-        if process.stdout is None:
-            raise RuntimeError("no pipe to the engine process")
-        for line in process.stdout:
-            show(json.loads(line), answers, progress)
-        code = process.wait()
+        ) as process:
+            try:
+                for line in process.stdout or ():
+                    show(json.loads(line), answers, progress)
+                code = process.wait()
+            finally:
+                process.kill()  # of no effect once it has ended
     if code or len(answers) < len(request["cases"]):
         tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-25:])
         raise SystemExit(f"{tail}\n\nthe engine process ended early (exit status {code})")
@@ -115,7 +116,9 @@ def show(event: dict[str, Any], answers: dict[str, Answer], progress: Progress) 
     if kind == "ready":
         progress.say(f"  ready and warmed up after {event['seconds']:.1f} s")
     elif kind == "stored":
-        progress.say(f"  its KV cache is on disk: {event['disk_bytes'] / 1e6:.0f} MB")
+        progress.say(
+            f"  its KV cache is on disk: the folder takes {event['disk_bytes'] / 1e6:.0f} MB"
+        )
     elif kind == "answer":
         case = event.pop("case")
         answers[case] = answer = Answer(**event)
