@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +19,7 @@ from hypothesis.stateful import (
 from tests.hierarchy.invariants import check_all, check_quiet
 from tests.hierarchy.worlds import World, make_world
 
+from undercroft.errors import TierFull
 from undercroft.hierarchy.hierarchy import Limits
 from undercroft.hierarchy.transfers import TransferLimits
 from undercroft.keys import ChunkKey
@@ -26,6 +28,7 @@ from undercroft.policies.lru import Lru
 from undercroft.testing.clock import ManualClock
 from undercroft.testing.faults import Effect, FaultyTier, Injector
 from undercroft.testing.machines import Group, GroupEngine, Job
+from undercroft.testing.mini_engine import content_of
 from undercroft.tiers.checked import Checked
 from undercroft.tiers.memory import MemoryTier
 
@@ -60,6 +63,15 @@ def make_below(name: str, capacity_bytes: int, clock: ManualClock) -> Below:
     return Below(memory, faulty, Checked(faulty), injectors)
 
 
+def fill(below: Below, groups: tuple[Group, ...]) -> None:
+    with suppress(TierFull):
+        for prompt in PROMPTS:
+            for group in groups:
+                for key in group.keys(prompt):
+                    size = SMALL if group.id else LARGE
+                    below.tier.write_from(key, memoryview(content_of(key, size)))
+
+
 class HierarchyMachine(RuleBasedStateMachine):
     world: World
 
@@ -80,6 +92,8 @@ class HierarchyMachine(RuleBasedStateMachine):
         names = ["near", "far"][:num_tiers]
         self.below = [make_below(n, tier_chunks * (LARGE + 128), self.clock) for n in names]
         many = len(groups) > 1
+        for below in self.below:  # as after a restart
+            fill(below, groups)
         sizes = (LARGE, SMALL) if many else (LARGE,)
         self.num_grown = 0
         self.world = make_world(
