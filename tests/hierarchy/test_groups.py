@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.hierarchy.invariants import check_quiet
 from tests.hierarchy.worlds import World, make_world
 
@@ -203,3 +205,38 @@ def test_states_of_a_windowed_store(worlds: list[World]) -> None:
     run(world, engine)
     assert {slots.states[slot] for slot in slots.taken()} == {SlotState.READY}
     assert world.hierarchy.lookup(MIXED[0].keys("a" * 24)[0], Request("x")) is Lookup.HIT
+
+
+@st.composite
+def models(draw) -> tuple[Group, ...]:
+    full = [Group(0, draw(st.sampled_from([1, 2, 4])))]
+    if draw(st.booleans()):
+        full.append(Group(1, draw(st.sampled_from([1, 2, 4]))))
+    windows = [
+        Group(2 + n, draw(st.sampled_from([1, 2, 4])), window=draw(st.integers(1, 3)))
+        for n in range(draw(st.integers(0, 2)))
+    ]
+    return (*full, *windows)
+
+
+@given(
+    groups=models(),
+    num_slots=st.integers(2, 14),
+    num_tokens=st.integers(1, 40),
+    num_stored=st.integers(0, 40),
+)
+@settings(max_examples=60)
+def test_no_read_is_wasted_on_any_model(groups, num_slots, num_tokens, num_stored) -> None:
+    """Whatever the groups: what is read for a lone request is what it loads, in a few steps."""
+    worlds: list[World] = []
+    tier = tier_with("a" * num_stored, groups)
+    world, engine = make(worlds, num_slots, tier, groups, events=False)
+    try:
+        (entry,) = run(world, engine, "a" * num_tokens)
+        assert entry.num_hit_tokens is not None
+        assert entry.num_hit_tokens <= min(num_tokens, num_stored)
+        assert world.counters.promoted_chunks["below"] == world.counters.loaded_chunks
+        assert entry.num_asked <= 8
+        check_quiet(world.hierarchy)
+    finally:
+        world.close()

@@ -29,12 +29,11 @@ def positions_below(walk: Walk, position_of: PositionOf) -> list[int]:
 
 
 def common_end(request: Request) -> int | None:
-    """The token at which the shortest of the walks from the root ends, if it is known."""
+    """The token at which the shortest of the walks ends, if it is known."""
     position_of = request.position_of
     ends = [
-        position_of(walk.keys[walk.usable(position_of)[-1]])
+        position_of(walk.keys[walk.usable(position_of)[-1 if from_root(walk, position_of) else 0]])
         for walk in request.walks.values()
-        if from_root(walk, position_of)
     ]
     return min((end for end in ends if end is not None), default=None)
 
