@@ -89,21 +89,23 @@ def run_engine(
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     answers: dict[str, Answer] = {}
-    with log_path.open("wb") as log:
-        with subprocess.Popen(
+    with (
+        log_path.open("wb") as log,
+        subprocess.Popen(
             [sys.executable, "-m", "demo.engine", str(asked)],
             cwd=HERE,
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-        ) as process:
-            try:
-                for line in process.stdout or ():
-                    show(json.loads(line), answers, progress)
-                code = process.wait()
-            finally:
-                process.kill()  # of no effect once it has ended
+        ) as process,
+    ):
+        try:
+            for line in process.stdout or ():
+                show(json.loads(line), answers, progress)
+            code = process.wait()
+        finally:
+            process.kill()  # of no effect once it has ended
     if code or len(answers) < len(request["cases"]):
         tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-25:])
         raise SystemExit(f"{tail}\n\nthe engine process ended early (exit status {code})")

@@ -27,7 +27,7 @@ from undercroft.settings import Settings, TierSettings, format_bytes, with_capac
 from undercroft.tiers.base import Tier
 from undercroft.tiers.disk.root import ROOT_NAME
 
-__all__ = ["Geometry", "assemble", "tokens_that_fit"]
+__all__ = ["Geometry", "assemble", "check_plugins", "tokens_that_fit"]
 
 _LOG = logging.getLogger(__name__)
 _WRITE_DEADLINE_S = 30.0
@@ -71,6 +71,20 @@ def tokens_that_fit(geometry: Geometry, total_bytes: int) -> int:
         for size, tokens in zip(geometry.chunk_bytes, geometry.tokens_per_chunk, strict=True)
     )
     return int(total_bytes / bytes_per_token)
+
+
+def check_plugins(settings: Settings) -> None:
+    """Refuse settings that name a plug-in, or an option of an admission, that is not there.
+
+    Raises:
+        ConfigError: The first one found; the message names the nearest that is.
+    """
+    find("policies", settings.policy)
+    _admission(settings.admission, settings.admission_options, "host memory")
+    for tier in settings.tiers:
+        find("tiers", tier.type)
+        find("policies", tier.policy)
+        _admission(tier.admission, tier.admission_options, f"tier {tier.name}")
 
 
 def assemble(  # noqa: PLR0913 - the one place where everything meets

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from shapes import ONE_GROUP, OURS, TOKENS_PER_BLOCK, engine_config, kv_cache_config
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # importing the engine makes torch warn about itself
@@ -34,97 +35,10 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
 )
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    HiSparseHotSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-TOKENS_PER_BLOCK = 16
-OURS = {"spec_name": "UndercroftSpec", "spec_module_path": "undercroft.engines.vllm"}
 NULL = KVCacheBlock(block_id=0, is_null=True)
-
-
-@dataclass(frozen=True)
-class Group:
-    """One group of layers; not `kept` stands for one the engine never offloads."""
-
-    num_layers: int = 2
-    head_size: int = 32
-    window: int | None = None
-    kept: bool = True
-
-    def spec(self) -> Any:
-        """The engine's description of it: 4 KiB of a block and layer, with the default size."""
-        if not self.kept:
-            return HiSparseHotSpec(block_size=TOKENS_PER_BLOCK, page_size=256, blocks_per_request=1)
-        shape = {"num_kv_heads": 1, "head_size": self.head_size, "dtype": torch.float32}
-        if self.window is None:
-            return FullAttentionSpec(block_size=TOKENS_PER_BLOCK, **shape)
-        return SlidingWindowSpec(block_size=TOKENS_PER_BLOCK, sliding_window=self.window, **shape)
-
-
-def kv_cache_config(groups: Any, num_blocks: int, layout: str | None = "LBHNC") -> KVCacheConfig:
-    """The engine's cache configuration for these groups."""
-    return KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=[
-            KVCacheGroupSpec([f"g{g}.layer{i}" for i in range(group.num_layers)], group.spec())
-            for g, group in enumerate(groups)
-        ],
-        kv_cache_layout=layout,
-    )
-
-
-def engine_config(extra: Any, engine_id: str = "rig", **changes: Any) -> Any:
-    """What of `VllmConfig` the connector reads; dotted names in `changes` replace values."""
-    config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(
-            kv_connector_extra_config=extra,
-            engine_id=engine_id,
-            is_kv_producer=True,
-        ),
-        kv_events_config=SimpleNamespace(enable_kv_cache_events=False),
-        parallel_config=SimpleNamespace(
-            rank=0,
-            world_size=1,
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            prefill_context_parallel_size=1,
-            decode_context_parallel_size=1,
-            data_parallel_index=0,
-            data_parallel_size=1,
-            data_parallel_rank_local=None,
-            distributed_executor_backend="mp",
-            nnodes_within_dp=1,
-            cp_kv_cache_interleave_size=1,
-        ),
-        cache_config=SimpleNamespace(
-            block_size=TOKENS_PER_BLOCK,
-            cache_dtype="auto",
-            kv_cache_layout="LBHNC",
-            enable_prefix_caching=True,
-            prefix_match_unit=None,
-            prefix_cache_retention_interval=None,
-        ),
-        model_config=SimpleNamespace(
-            model="a-model-of-no-hub",
-            dtype=torch.float32,
-            use_mla=False,
-            get_total_num_kv_heads=lambda: 1,
-        ),
-        speculative_config=None,
-        use_v2_model_runner=False,
-    )
-    for name, value in changes.items():
-        room, _, leaf = name.partition("__")
-        setattr(getattr(config, room) if leaf else config, leaf or room, value)
-    return config
 
 
 @dataclass
@@ -148,7 +62,7 @@ class Rig:
         self,
         extra: Any,
         *,
-        groups: Any = (Group(),),
+        groups: Any = ONE_GROUP,
         num_blocks: int = 256,
         tokens_per_step: int = 1 << 20,
         version: int = 0,
@@ -466,8 +380,3 @@ def running(*args: Any, **kwargs: Any) -> Any:
         yield rig
     finally:
         rig.close()
-
-
-def prompt(label: int, num_tokens: int) -> list[int]:
-    """Tokens of a prompt; prompts of different labels share no prefix."""
-    return [label * 100_003 + i for i in range(num_tokens)]

@@ -3,7 +3,8 @@
 import time
 
 import pytest
-from rig import TOKENS_PER_BLOCK, Group, prompt, running
+from rig import running
+from shapes import TOKENS_PER_BLOCK, Group, prompt
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus

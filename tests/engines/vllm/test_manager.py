@@ -1,17 +1,14 @@
 """The manager alone: no fault of ours reaches the engine, and a request gets what it asked for."""
 
-import contextlib
-import time
-
 import pytest
-from rig import Group, prompt, running
+from managers import HOST, KEYS, context, disk, manager, settle, step, store, walk
+from rig import running
+from shapes import Group, prompt
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
     OffloadPolicy,
-    ReqContext,
-    ScheduleEndContext,
     TierFilter,
     TierMatcher,
 )
@@ -19,69 +16,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from undercroft.errors import Bug, TierUnavailable
 from undercroft.hierarchy.hierarchy import Hierarchy
-
-KEYS = [bytes([n]) * 32 + bytes(4) for n in range(8)]
-HOST = {"host": "1MiB"}
-
-
-def disk(path, **more):
-    return {"tiers": [{"type": "disk", "path": str(path), "capacity": "64MiB", **more}]}
-
-
-@contextlib.contextmanager
-def manager(extra=HOST, **kwargs):
-    """A manager whose worker has really copied what it stores."""
-    with running(extra, **kwargs) as rig:
-        yield rig.manager
-
-
-def context(req_id="r", keys=KEYS, **more):
-    made = ReqContext(req_id, **more)
-    for index, key in enumerate(keys):
-        made.set_offload_key_position(key, 16 * (index + 1))
-    return made
-
-
-def step(m, *new):
-    m.on_schedule_end(ScheduleEndContext(new_req_ids=new, preempted_req_ids=()))
-
-
-def store(m, keys=KEYS, req_id="s"):
-    ctx = context(req_id)
-    m.on_new_request(ctx)
-    out = m.prepare_store(keys, ctx)
-    m.complete_store(set(out.keys_to_store), ctx)
-    m.on_request_finished(ctx)
-    return out
-
-
-def settle(m, condition=lambda: False, seconds=5.0):
-    """Steps until nothing is under way."""
-    end = time.monotonic() + seconds
-    while m.has_pending_work() and not condition():
-        step(m)
-        m.get_stats()
-        time.sleep(0.001)
-        assert time.monotonic() < end, "not in time"
-
-
-def walk(m, ctx, keys=KEYS, seconds=5.0):
-    """The engine's walk over a full-attention group, step by step; the number of hits."""
-    end = time.monotonic() + seconds
-    while True:
-        hits, pending = 0, False
-        for key in keys:
-            answer = m.lookup(key, ctx)
-            if answer is LookupResult.MISS:
-                break
-            pending |= answer is not LookupResult.HIT
-            hits += 1
-        if not pending:
-            return hits
-        step(m)
-        time.sleep(0.001)
-        assert time.monotonic() < end, "no answer"
-
 
 # --- faults -----------------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import prometheus_client
 import pytest
-from rig import Group, engine_config, kv_cache_config, prompt, running
+from rig import running
+from shapes import Group, engine_config, kv_cache_config, prompt
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics

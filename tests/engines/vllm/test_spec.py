@@ -2,17 +2,19 @@
 
 import ast
 import copy
+import importlib
 import logging
 import os
 import re
-import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 import vllm.v1.kv_offload.tiering.spec as stock_tiering
-from rig import OURS, Group, Rig, engine_config, kv_cache_config, prompt, running
+from rig import Rig, running
+from shapes import ONE_GROUP, OURS, Group, engine_config, kv_cache_config, prompt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -28,9 +30,6 @@ HOST = {"host": "1MiB"}
 
 def disk(path, capacity="64MiB", **more):
     return {"tiers": [{"type": "disk", "path": str(path), "capacity": capacity, **more}]}
-
-
-ONE_GROUP = (Group(),)
 
 
 def config_of(extra, groups=ONE_GROUP, **changes):
@@ -365,30 +364,21 @@ def test_a_scheduler_of_another_configuration_than_its_workers_is_refused():
         worker.shutdown()
 
 
-def test_importing_the_spec_has_no_side_effect(tmp_path):
+def test_importing_the_spec_has_no_side_effect(tmp_path, monkeypatch):
     """The API process imports it only for its metrics: no thread, file or device."""
-    code = (
-        "import os, threading, warnings; warnings.simplefilter('ignore')\n"
-        "import vllm.v1.kv_offload.base\n"
-        "from vllm.distributed.kv_transfer.kv_connector.v1.offloading import metrics\n"
-        "def state():\n"
-        "    fds = os.listdir('/proc/self/fd')\n"
-        "    return threading.active_count(), len(fds), os.listdir()\n"
-        "before = state()\n"
-        "from undercroft.engines.vllm import UndercroftSpec\n"
-        "UndercroftSpec.build_metric_definitions({})\n"
-        "assert state() == before, (before, state())\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+
+    def state():
+        threads = threading.active_count()
+        return threads, len(os.listdir("/proc/self/fd")), os.listdir()  # noqa: PTH208
+
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "undercroft"]:
+        monkeypatch.delitem(sys.modules, name)
+    before = state()
+    again = importlib.import_module("undercroft.engines.vllm").UndercroftSpec
+    assert again is not UndercroftSpec
+    again.build_metric_definitions({})
+    assert state() == before
 
 
 def test_a_path_below_the_users_home(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ from vllm.version import __version__ as vllm_version
 
 from undercroft.clock import Clock, SystemClock
 from undercroft.config import check_served, from_engine, to_json
-from undercroft.engines.assemble import Geometry, assemble, tokens_that_fit
+from undercroft.engines.assemble import Geometry, assemble, check_plugins, tokens_that_fit
 from undercroft.engines.vllm.facts import leave_facts, take_facts
 from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, group_key
 from undercroft.engines.vllm.metrics import metric_definitions
@@ -116,6 +116,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
         self._engine = from_engine(config)
         check_served(self._engine.config)
         self._settings = load(config.extra_config, environ=os.environ)
+        check_plugins(self._settings)
         self.offload_prompt_only = self._settings.offload_prompt_only
         self.kv_events_config = OffloadingKVEventsConfig(
             enable_kv_cache_events=config.enable_kv_cache_events,
