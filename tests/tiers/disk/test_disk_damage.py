@@ -219,6 +219,26 @@ def test_an_epoch_damaged_while_open_is_mended(tmp_path: Path) -> None:
     repaired(tmp_path, tier)
 
 
+def test_an_epoch_that_goes_back_brings_nothing_back(tmp_path: Path) -> None:
+    """An older copy of the epoch file put under a running tier: what was voided stays void."""
+    clock = ManualClock()
+    tier = disk(tmp_path, capacity_bytes=CAPACITY, clock=clock)
+    put(tier, 0)
+    path = files(tmp_path, "epoch")[0]
+    old = path.read_bytes()
+    tier.raise_epoch()
+    put(tier, 1)
+    patch(path, 0, old)
+    clock.t += 0.05
+    assert not tier.has(key(0))
+    assert outcomes(tier, 2) in ("mm", "mh")
+    assert tier.epoch() == 3
+    tier.close()
+    tier = disk(tmp_path, capacity_bytes=CAPACITY)
+    assert outcomes(tier, 2) == "mm"
+    repaired(tmp_path, tier)
+
+
 @pytest.mark.parametrize("text", [b"", b"{", b"[1]", b'{"model": "n"}', b'{"x": NaN}'])
 def test_a_damaged_manifest_is_written_anew(
     tmp_path: Path, text: bytes, caplog: pytest.LogCaptureFixture
