@@ -21,7 +21,7 @@ from undercroft.tiers.disk import DiskTier
 from undercroft.tiers.disk.files import Files, translate
 from undercroft.tiers.disk.table import ENTRY_BYTES
 
-from .support import NAMESPACE, ManualClock, content, disk, du, files, key, put, right
+from .support import NAMESPACE, ManualClock, disk, du, files, key, put, right
 
 RECORD = 8192
 CAPACITY = 300 << 10
@@ -381,10 +381,6 @@ class Refusing(Files):
         self.check()
         super().allocate(fd, num_bytes)
 
-    def unlink(self, path: str) -> None:
-        self.check()
-        super().unlink(path)
-
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
 def test_a_read_only_directory_still_serves(tmp_path: Path, number: int) -> None:
@@ -503,8 +499,3 @@ def test_foreign_errors_are_translated(number: int, kind: type[KvError]) -> None
     assert (error.tier, error.key) == ("t", b"k")
     for part in ("read it", "/some/file", os.strerror(number), "; "):
         assert part in str(error)
-
-
-def test_content_helper() -> None:
-    """The tests above rest on content following from the key."""
-    assert content(key(3)) == content(key(3))
