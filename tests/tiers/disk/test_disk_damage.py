@@ -486,8 +486,6 @@ def test_a_full_file_system_is_tier_full(tmp_path: Path) -> None:
         (errno.EIO, TierUnavailable),
         (errno.ENOENT, TierUnavailable),
         (errno.ESTALE, TierUnavailable),
-        (errno.EMFILE, TierUnavailable),
-        (errno.EBADF, TierUnavailable),
     ],
 )
 def test_foreign_errors_are_translated(number: int, kind: type[KvError]) -> None:
