@@ -139,9 +139,9 @@ class Holdings:
             return True
 
     def void(self, epoch: int) -> None:
-        """Everything stored under another epoch than `epoch` is gone."""
+        """Everything stored before `epoch` is gone. Never goes back: late news is ignored."""
         with self.lock:
-            if epoch == self.epoch:
+            if epoch <= self.epoch:
                 return
             self.epoch = epoch
             self._own_keys, self._foreign_keys = KeyTable(), KeyTable()

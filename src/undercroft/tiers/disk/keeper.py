@@ -78,7 +78,7 @@ class Keeper:
                 self._make_room_for_namespace()
             root.enter()
             self.epoch_file.open(read_only=False)
-            if self.epoch_file.read() is None:
+            if (self.epoch_file.read() or 0) < max(1, ground.holdings.epoch):
                 self.epoch_file.write(max(self.orphans.latest_epoch(), ground.holdings.epoch) + 1)
             ground.records.direct = self._choose_direct()
             ground.look()

@@ -11,7 +11,6 @@ from undercroft.errors import (
     CorruptChunk,
     FormatTooNew,
     KvError,
-    TierClosed,
     TierFull,
     TierUnavailable,
 )
@@ -26,13 +25,11 @@ from undercroft.tiers.disk.records import RecordIo, record_bytes
 from undercroft.tiers.disk.root import Root
 from undercroft.tiers.disk.segment import OpenSegment, OwnSegment
 from undercroft.tiers.disk.table import pack_entry
+from undercroft.tiers.disk.upkeep import EPOCH_AGE_S, Upkeep
 
 __all__ = ["DiskTier"]
 
 MIN_CAPACITY_BYTES = 12 * PAGE_BYTES
-_EPOCH_AGE_S = 0.02
-_EPOCH_SYNC_S = 0.001
-_FOLLOW_AGE_S = 0.1
 _FULL_AGE_S = 0.1
 _MAX_SUSPECTS = 1024
 _MAX_GROWTHS = 8
@@ -89,7 +86,6 @@ class DiskTier:
         self.name = name
         self.capacity_bytes = capacity_bytes
         self._clock = clock
-        self._flush_interval_s = flush_interval_s
         files = files or Files()
         self._files = files
         self._namespace = namespace
@@ -101,15 +97,10 @@ class DiskTier:
         self._counts = {"corrupt_dropped": 0, "stale_reads": 0}
         self._suspects: set[bytes] = set()
         self._full: dict[int, tuple[float, int]] = {}
-        self._closed = False
-        self._must_raise = False
-        self._seen_epoch = -1
-        self._epoch_read_s = self._synced_s = float("-inf")
-        self._followed_s = self._checked_s = self._flushed_s = float("-inf")
-        self._attach_failed: tuple[float, TierUnavailable | TierFull] | None = None
+        self._upkeep = Upkeep(name, self._keeper, self._holdings, clock, flush_interval_s)
         with self._keeper.shape:
             try:
-                self._attach()
+                self._upkeep.attach()
             except (TierUnavailable, TierFull) as exc:
                 logger.warning("disk tier %r starts without its disk: %s", name, exc)
 
@@ -117,14 +108,14 @@ class DiskTier:
 
     def contains(self, key: ChunkKey) -> bool:
         """See `Tier.contains`."""
-        self._upkeep()
+        self._upkeep.run()
         return self.has(key)
 
     def read_into(self, key: ChunkKey, out: memoryview) -> bool:
         """See `Tier.read_into`."""
-        self._upkeep()
+        self._upkeep.run()
         view = _flat(out)
-        if not self._sync_epoch():
+        if not self._upkeep.sync_epoch():
             return False
         found = self._holdings.pin(key)
         if found is None:
@@ -143,9 +134,9 @@ class DiskTier:
                 tier=self.name,
             )
         view = _flat(data)
-        self._upkeep(writing=True)
-        if not self._sync_epoch():
-            raise self._unavailable("the epoch cannot be read")
+        self._upkeep.run(writing=True)
+        if not self._upkeep.sync_epoch():
+            raise TierUnavailable("the epoch cannot be read; it is tried again", tier=self.name)
         if not self._holdings.claim(key):
             return
         try:
@@ -155,7 +146,7 @@ class DiskTier:
 
     def delete(self, key: ChunkKey) -> None:
         """See `Tier.delete`. A chunk that another process owns is forgotten here only."""
-        self._check_open()
+        self._upkeep.check_open()
         for _ in range(2):
             found = self._holdings.pin(key)
             if found is None:
@@ -171,11 +162,11 @@ class DiskTier:
     def close(self) -> None:
         """See `Tier.close`. Flushes first."""
         with self._keeper.shape:
-            if self._closed:
+            if self._upkeep.closed:
                 return
-            self._closed = True
+            self._upkeep.closed = True
             try:
-                if self._keeper.attached and not self._read_only:
+                if self._keeper.attached and not self._upkeep.read_only:
                     self._keeper.flush()
             except OSError as exc:
                 logger.warning("disk tier %r closed unflushed: %s", self.name, exc)
@@ -186,15 +177,16 @@ class DiskTier:
 
     def has(self, key: ChunkKey) -> bool:
         """See `Indexed.has`."""
-        if self._closed:
-            self._check_open()
-        if self._clock.now_s() - self._epoch_read_s >= _EPOCH_AGE_S:
-            self._peek_epoch()
-        return self._seen_epoch == self._holdings.epoch and key in self._holdings
+        upkeep = self._upkeep
+        if upkeep.closed:
+            upkeep.check_open()
+        if self._clock.now_s() - upkeep.epoch_read_s >= EPOCH_AGE_S:
+            upkeep.peek_epoch()
+        return upkeep.seen_epoch == self._holdings.epoch and key in self._holdings
 
     def evictable(self) -> Iterable[tuple[ChunkKey, int]]:
         """See `Indexed.evictable`: our own chunks by the time of writing."""
-        self._check_open()
+        self._upkeep.check_open()
         return ((ChunkKey(key), size) for key, size in self._holdings.coldest_first())
 
     def used_bytes(self) -> int:
@@ -204,7 +196,7 @@ class DiskTier:
 
     def free_chunks(self, num_bytes: int) -> int:
         """See `Bounded.free_chunks`."""
-        if not self._keeper.attached or self._read_only:
+        if not self._keeper.attached or self._upkeep.read_only:
             return 0
         size = record_bytes(num_bytes)
         free, idle_bytes = 0, 0
@@ -217,7 +209,7 @@ class DiskTier:
 
     def epoch(self) -> int:
         """See `Epochal.epoch`. At most 20 ms old; 1 ms in stores and loads."""
-        return max(self._peek_epoch(), self._holdings.epoch)
+        return max(self._upkeep.peek_epoch(), self._holdings.epoch)
 
     def raise_epoch(self) -> int:
         """See `Epochal.raise_epoch`.
@@ -226,12 +218,12 @@ class DiskTier:
             TierUnavailable: Not durable yet. Until it is, and it is tried again at every store and
                 load, this tier serves nothing.
         """
-        self._check_open()
-        self._must_raise = True
-        self._seen_epoch = -1
+        self._upkeep.check_open()
+        self._upkeep.must_raise = True
+        self._upkeep.seen_epoch = -1
         with self._keeper.shape:
-            self._ensure_attached()
-            self._raise_epoch()
+            self._upkeep.ensure_attached()
+            self._upkeep.raise_epoch()
         return self._holdings.epoch
 
     # More
@@ -250,20 +242,20 @@ class DiskTier:
             "swept_files": ground.root.num_swept,
             "foreign_files": len(ground.usage.foreign_names),
             "root_bytes": ground.usage.charged_bytes,
-            "read_only": int(self._read_only),
+            "read_only": int(self._upkeep.read_only),
             "direct": int(self._records.direct),
         }
 
     def refresh(self) -> None:
         """Learn what other processes did. For a mover thread, every 100 ms or so while idle."""
-        self._upkeep(force=True)
+        self._upkeep.run(force=True)
 
     def flush(self) -> None:
         """Make everything stored so far survive a loss of power. Blocks for the device."""
-        self._check_open()
+        self._upkeep.check_open()
         with self._keeper.shape:
-            self._ensure_attached()
-            self._flush()
+            self._upkeep.ensure_attached()
+            self._upkeep.flush()
 
     # Reading and writing one chunk
 
@@ -299,7 +291,7 @@ class DiskTier:
 
     def _suspect(self, segment: OpenSegment, slot: int, key: bytes) -> None:
         """A chunk that fails to read twice in a row is given up, so that it can be rewritten."""
-        self._checked_s = float("-inf")
+        self._upkeep.distrust()
         if key in self._suspects:
             self._suspects.discard(key)
             self._drop_bad(segment, slot, key)
@@ -315,12 +307,15 @@ class DiskTier:
         if self._holdings.unpin(segment, slot):
             segment.disk_close(self._files)
 
+    def _translate(self, exc: OSError, what: str, key: bytes) -> KvError:
+        return translate(exc, what, tier=self.name, key=key)
+
     def _reserve(self, size: int, key: bytes) -> Reservation:
         taken = self._holdings.reserve(size)
         if taken:
             return taken
         with self._keeper.shape:
-            self._check_open()
+            self._upkeep.check_open()
             # Others take slots without this lock, so that even a grown tier may have none left.
             for _ in range(_MAX_GROWTHS):
                 taken = self._holdings.reserve(size)
@@ -357,7 +352,7 @@ class DiskTier:
             segment.disk_publish(self._files, slot, entry, taken.sequence)
         except OSError as exc:
             self._holdings.abandon(taken)
-            self._checked_s = float("-inf")
+            self._upkeep.distrust()
             raise self._translate(exc, "write a chunk", key) from exc
         except BaseException:
             self._holdings.abandon(taken)
@@ -366,161 +361,6 @@ class DiskTier:
             self._holdings.settle(taken, key, len(data))
         finally:
             self._leave(segment, slot)
-
-    # Upkeep
-
-    @property
-    def _read_only(self) -> bool:
-        return bool(self._keeper.ground.root.read_only)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TierClosed(f"disk tier {self.name!r} is closed", tier=self.name)
-
-    def _unavailable(self, why: str) -> TierUnavailable:
-        return TierUnavailable(f"disk tier {self.name!r}: {why}", tier=self.name)
-
-    def _translate(self, exc: OSError, what: str, key: bytes | None = None) -> KvError:
-        return translate(exc, what, tier=self.name, key=key)
-
-    def _upkeep(self, *, writing: bool = False, force: bool = False) -> None:
-        """What has to be done now and then, by whichever thread comes by when it is due."""
-        self._check_open()
-        now = self._clock.now_s()
-        must = writing and (not self._keeper.attached or self._read_only)
-        if not (must or force or now - self._followed_s >= _FOLLOW_AGE_S):
-            return
-        if not self._keeper.shape.acquire(blocking=must or force):
-            return
-        try:
-            self._check_open()
-            if must:
-                self._ensure_writable()
-            self._followed_s = now
-            if self._keeper.attached:
-                self._look_after(now, writing=writing)
-                if writing:
-                    self._ensure_writable()
-        except OSError as exc:
-            self._checked_s = float("-inf")
-            if writing:
-                raise self._translate(exc, "look after the directory") from exc
-        finally:
-            self._keeper.shape.release()
-
-    def _look_after(self, now: float, *, writing: bool) -> None:
-        keeper = self._keeper
-        if now - self._checked_s >= self._flush_interval_s:
-            if not keeper.check_links():
-                logger.warning("%s was removed under us", keeper.ground.root.directory)
-                keeper.detach()
-                self._attach_failed = None
-                return
-            self._checked_s = now
-        keeper.follower.follow()
-        if self._read_only:
-            return
-        keeper.room.give_up_excess()
-        if writing and now - self._flushed_s >= self._flush_interval_s:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._flushed_s = self._clock.now_s()
-        try:
-            self._keeper.flush()
-        except OSError as exc:
-            raise self._translate(exc, "flush") from exc
-
-    def _ensure_writable(self) -> None:
-        """Attach, or attach again when read-only, but not more often than once an interval."""
-        if self._read_only and self._keeper.attached:
-            if self._clock.now_s() - self._attached_s < self._flush_interval_s:
-                raise self._unavailable(f"read-only: {self._keeper.ground.root.read_only}")
-            self._keeper.detach()
-            self._attach_failed = None
-        self._ensure_attached()
-        if self._read_only:
-            raise self._unavailable(f"read-only: {self._keeper.ground.root.read_only}")
-
-    def _ensure_attached(self) -> None:
-        if self._keeper.attached:
-            return
-        if self._attach_failed:
-            since, error = self._attach_failed
-            if self._clock.now_s() - since < self._flush_interval_s:
-                raise type(error)(str(error), tier=self.name)
-        self._attach()
-
-    def _attach(self) -> None:
-        self._attached_s = self._clock.now_s()
-        try:
-            self._keeper.attach()
-        except OSError as exc:
-            error = translate(exc, "open the directory", tier=self.name)
-            if not isinstance(error, TierFull | TierUnavailable):
-                raise
-            self._attach_failed = (self._attached_s, error)
-            raise error from exc
-        except (TierUnavailable, TierFull) as exc:
-            exc.tier = self.name
-            self._attach_failed = (self._attached_s, exc)
-            raise
-        self._attach_failed = None
-        self._epoch_read_s = self._synced_s = float("-inf")
-        self._followed_s = self._checked_s = self._flushed_s = self._attached_s
-
-    # The epoch
-
-    def _peek_epoch(self) -> int:
-        """The epoch on disk, at most 20 ms old; -1 if it is unknown, so that nothing is served."""
-        now = self._clock.now_s()
-        if now - self._epoch_read_s >= _EPOCH_AGE_S:
-            self._epoch_read_s = now
-            self._seen_epoch = -1 if self._must_raise else self._read_epoch() or -1
-        return self._seen_epoch
-
-    def _read_epoch(self) -> int | None:
-        try:
-            return self._keeper.epoch_file.read()
-        except OSError:
-            return None
-
-    def _sync_epoch(self) -> bool:
-        """Void what is of another epoch than the one on disk; False if that is unknown."""
-        now = self._clock.now_s()
-        if now - self._synced_s < _EPOCH_SYNC_S and not self._must_raise:
-            return True
-        epoch = self._read_epoch()
-        if epoch is None or self._must_raise:
-            epoch = self._mend_epoch()
-        if epoch is None:
-            return False
-        self._seen_epoch = epoch
-        if epoch != self._holdings.epoch:
-            self._holdings.void(epoch)
-        self._synced_s = now
-        return True
-
-    def _mend_epoch(self) -> int | None:
-        """Raise an epoch that is damaged, or whose raising failed before."""
-        with self._keeper.shape:
-            if not self._keeper.attached or self._read_only:
-                return None
-            try:
-                if self._must_raise or self._read_epoch() is None:
-                    self._raise_epoch()
-            except KvError:
-                return None
-            return self._read_epoch()
-
-    def _raise_epoch(self) -> None:
-        try:
-            epoch = self._keeper.raise_epoch()
-        except OSError as exc:
-            raise self._translate(exc, "raise the epoch") from exc
-        self._holdings.void(epoch)
-        self._seen_epoch = epoch
-        self._must_raise = False
 
 
 def _flat(buffer: memoryview) -> memoryview:

@@ -1,0 +1,206 @@
+"""What a disk tier does now and then: attach, follow others, watch its files, flush, mind epochs.
+
+No thread of its own: whichever mover comes by when something is due does it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from undercroft.clock import Clock
+from undercroft.errors import KvError, TierClosed, TierFull, TierUnavailable
+from undercroft.tiers.disk.files import translate
+from undercroft.tiers.disk.holdings import Holdings
+from undercroft.tiers.disk.keeper import Keeper
+
+__all__ = ["EPOCH_AGE_S", "Upkeep"]
+
+EPOCH_AGE_S = 0.02
+_EPOCH_SYNC_S = 0.001
+_FOLLOW_AGE_S = 0.1
+
+logger = logging.getLogger(__name__)
+
+
+class Upkeep:
+    """One tier's upkeep. Threads: any, but for methods that say they hold `shape`."""
+
+    def __init__(
+        self, name: str, keeper: Keeper, holdings: Holdings, clock: Clock, interval_s: float
+    ) -> None:
+        self.name = name
+        self.keeper = keeper
+        self.closed = False
+        self.must_raise = False
+        self.seen_epoch = -1
+        self.epoch_read_s = float("-inf")
+        self._holdings = holdings
+        self._clock = clock
+        self._flush_interval_s = interval_s
+        self._synced_s = self._attached_s = float("-inf")
+        self._followed_s = self._checked_s = self._flushed_s = float("-inf")
+        self._attach_failed: tuple[float, TierUnavailable | TierFull] | None = None
+
+    def distrust(self) -> None:
+        """Something failed: see at the next occasion whether our files are still there."""
+        self._checked_s = float("-inf")
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the directory could be opened for reading only."""
+        return bool(self.keeper.ground.root.read_only)
+
+    def check_open(self) -> None:
+        """Raise `TierClosed` once closed."""
+        if self.closed:
+            raise TierClosed(f"disk tier {self.name!r} is closed", tier=self.name)
+
+    def _unavailable(self, why: str) -> TierUnavailable:
+        return TierUnavailable(f"disk tier {self.name!r}: {why}", tier=self.name)
+
+    def _translate(self, exc: OSError, what: str) -> KvError:
+        return translate(exc, what, tier=self.name)
+
+    def run(self, *, writing: bool = False, force: bool = False) -> None:
+        """What has to be done now and then, by whichever thread comes by when it is due."""
+        self.check_open()
+        now = self._clock.now_s()
+        must = writing and (not self.keeper.attached or self.read_only)
+        if not (must or force or now - self._followed_s >= _FOLLOW_AGE_S):
+            return
+        if not self.keeper.shape.acquire(blocking=must or force):
+            return
+        try:
+            self.check_open()
+            if must:
+                self._ensure_writable()
+            self._followed_s = now
+            if self.keeper.attached:
+                self._look_after(now, writing=writing)
+                if writing:
+                    self._ensure_writable()
+        except OSError as exc:
+            self.distrust()
+            if writing:
+                raise self._translate(exc, "look after the directory") from exc
+        except TierUnavailable as exc:
+            if writing:
+                raise
+            logger.warning("disk tier %r is behind with its upkeep: %s", self.name, exc)
+        finally:
+            self.keeper.shape.release()
+
+    def _look_after(self, now: float, *, writing: bool) -> None:
+        keeper = self.keeper
+        if now - self._checked_s >= self._flush_interval_s:
+            if not keeper.check_links():
+                logger.warning("%s was removed under us", keeper.ground.root.directory)
+                keeper.detach()
+                self._attach_failed = None
+                return
+            self._checked_s = now
+        keeper.follower.follow()
+        if self.read_only:
+            return
+        keeper.room.give_up_excess()
+        if writing and now - self._flushed_s >= self._flush_interval_s:
+            self.flush()
+
+    def flush(self) -> None:
+        """Make what was stored so far durable. Holds `shape`."""
+        self._flushed_s = self._clock.now_s()
+        try:
+            self.keeper.flush()
+        except OSError as exc:
+            raise self._translate(exc, "flush") from exc
+
+    def _ensure_writable(self) -> None:
+        """Attach, or attach again when read-only, but not more often than once an interval."""
+        if self.read_only and self.keeper.attached:
+            if self._clock.now_s() - self._attached_s < self._flush_interval_s:
+                raise self._unavailable(f"read-only: {self.keeper.ground.root.read_only}")
+            self.keeper.detach()
+            self._attach_failed = None
+        self.ensure_attached()
+        if self.read_only:
+            raise self._unavailable(f"read-only: {self.keeper.ground.root.read_only}")
+
+    def ensure_attached(self) -> None:
+        """Attach unless attached; the last failure stands for one interval. Holds `shape`."""
+        if self.keeper.attached:
+            return
+        if self._attach_failed:
+            since, error = self._attach_failed
+            if self._clock.now_s() - since < self._flush_interval_s:
+                raise type(error)(str(error), tier=self.name)
+        self.attach()
+
+    def attach(self) -> None:
+        """Open the directory; `OSError` becomes ours. Holds `shape`."""
+        self._attached_s = self._clock.now_s()
+        try:
+            self.keeper.attach()
+        except OSError as exc:
+            error = translate(exc, "open the directory", tier=self.name)
+            if not isinstance(error, TierFull | TierUnavailable):
+                raise
+            self._attach_failed = (self._attached_s, error)
+            raise error from exc
+        except (TierUnavailable, TierFull) as exc:
+            exc.tier = self.name
+            self._attach_failed = (self._attached_s, exc)
+            raise
+        self._attach_failed = None
+        self.epoch_read_s = self._synced_s = float("-inf")
+        self._followed_s = self._checked_s = self._flushed_s = self._attached_s
+
+    def peek_epoch(self) -> int:
+        """The epoch on disk, at most 20 ms old; -1 if it is unknown, so that nothing is served."""
+        now = self._clock.now_s()
+        if now - self.epoch_read_s >= EPOCH_AGE_S:
+            self.epoch_read_s = now
+            self.seen_epoch = -1 if self.must_raise else self._read_epoch() or -1
+        return self.seen_epoch
+
+    def _read_epoch(self) -> int | None:
+        try:
+            return self.keeper.epoch_file.read()
+        except OSError:
+            return None
+
+    def sync_epoch(self) -> bool:
+        """Void what is of another epoch than the one on disk; False if that is unknown."""
+        now = self._clock.now_s()
+        if now - self._synced_s < _EPOCH_SYNC_S and not self.must_raise:
+            return True
+        epoch = self._read_epoch()
+        if epoch is None or epoch < self._holdings.epoch or self.must_raise:
+            epoch = self._mend_epoch()
+        if epoch is None:
+            return False
+        self.seen_epoch = epoch
+        self._holdings.void(epoch)
+        self._synced_s = now
+        return True
+
+    def _mend_epoch(self) -> int | None:
+        """Raise an epoch that is damaged, has gone back, or whose raising failed before."""
+        with self.keeper.shape:
+            if not self.keeper.attached or self.read_only:
+                return None
+            try:
+                if self.must_raise or (self._read_epoch() or 0) < self._holdings.epoch:
+                    self.raise_epoch()
+            except KvError:
+                return None
+            return self._read_epoch()
+
+    def raise_epoch(self) -> None:
+        """Raise the epoch on disk, then here. Holds `shape`."""
+        try:
+            epoch = self.keeper.raise_epoch()
+        except OSError as exc:
+            raise self._translate(exc, "raise the epoch") from exc
+        self._holdings.void(epoch)
+        self.seen_epoch = epoch
+        self.must_raise = False
