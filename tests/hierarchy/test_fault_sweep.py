@@ -30,6 +30,9 @@ SILENT = [
     Effect.MISDIRECTED_WRITE,
     Effect.MISDIRECTED_READ,
 ]
+# A misdirected write, and one of the engine before the restart that comes late, put chunks into the
+# tier that this engine never heard of.
+ASTRAY = {Effect.MISDIRECTED_WRITE, Effect.HANG, Effect.SLOW}
 NUM_CHUNKS = 2
 
 
@@ -88,7 +91,7 @@ def scenario(wrap: type[Checked], injector: Injector) -> None:
             if not (tier_busy(again) or again.hierarchy.has_pending_work()):
                 break
             again.engine.step()
-        check_quiet(again.hierarchy, orphans=injector.effect is Effect.MISDIRECTED_WRITE)
+        check_quiet(again.hierarchy, orphans=injector.effect in ASTRAY)
     finally:
         for world in worlds:
             world.close()
