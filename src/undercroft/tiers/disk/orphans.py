@@ -23,7 +23,7 @@ from undercroft.tiers.disk.usage import SegmentUsage
 
 __all__ = ["Orphan", "Orphans"]
 
-logger = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class Orphans:
             )
         except FormatTooNew as exc:
             self._ground.num_too_new += 1
-            logger.warning("segment %s is left alone: %s", segment.segment_id, exc)
+            _LOG.warning("segment %s is left alone: %s", segment.segment_id, exc)
             return None
         except CorruptChunk as exc:
             self._ground.num_damaged += 1
-            logger.warning("segment %s is removed: %s", segment.segment_id, exc)
+            _LOG.warning("segment %s is removed: %s", segment.segment_id, exc)
             self._ground.root.remove_segment(segment.segment_id, segment.directory)
             self._ground.look()
             return None

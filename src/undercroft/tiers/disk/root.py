@@ -31,10 +31,10 @@ _TEMPORARY = re.compile(r"(seg-[0-9a-f]{16}\.index|manifest\.json)\.tmp")
 _OURS = frozenset({"manifest.json", "epoch"})
 _REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
-logger = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
-def first_difference(ours: object, theirs: object, path: str = "") -> str:
+def _first_difference(ours: object, theirs: object, path: str = "") -> str:
     """Where two manifests differ first, in words; empty if nowhere."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         for name in sorted({*ours, *theirs}):
@@ -42,7 +42,7 @@ def first_difference(ours: object, theirs: object, path: str = "") -> str:
             left, right = ours.get(name, missing), theirs.get(name, missing)
             if left is missing or right is missing:
                 return f"{path}{name} is only {'stored' if left is missing else 'wanted'}"
-            found = first_difference(left, right, f"{path}{name}.")
+            found = _first_difference(left, right, f"{path}{name}.")
             if found:
                 return found
         return ""
@@ -175,15 +175,15 @@ class Root:
             stored = json.loads(data)
             same_id = isinstance(stored, dict) and Namespace(stored).id == self._namespace.id
         except ValueError:
-            logger.warning("%s is unreadable and is written anew", path)
+            _LOG.warning("%s is unreadable and is written anew", path)
             return False
-        difference = first_difference(json.loads(self._namespace.text), stored)
+        difference = _first_difference(json.loads(self._namespace.text), stored)
         if not difference:
             return True
         if same_id:
             raise ConfigError(f"{path} describes another namespace of this id: {difference}")
         # The directory is named after its manifest's digest, and this one has another: damaged.
-        logger.warning("%s was altered (%s) and is written anew", path, difference)
+        _LOG.warning("%s was altered (%s) and is written anew", path, difference)
         return False
 
     def _write_manifest(self) -> None:
@@ -233,7 +233,7 @@ class Root:
                     usage.foreign_names.append(path)
         if tuple(usage.foreign_names) != self._warned and usage.foreign_names:
             self._warned = tuple(usage.foreign_names)
-            logger.warning(
+            _LOG.warning(
                 "%d files under %s are not ours; they count against the capacity: %s",
                 len(self._warned),
                 self.path,

@@ -27,14 +27,14 @@ from undercroft.tiers.disk.segment import OpenSegment, OwnSegment
 from undercroft.tiers.disk.table import pack_entry
 from undercroft.tiers.disk.upkeep import EPOCH_AGE_S, Upkeep
 
-__all__ = ["DiskTier"]
+__all__ = ["MIN_CAPACITY_BYTES", "DiskTier"]
 
 MIN_CAPACITY_BYTES = 12 * PAGE_BYTES
 _FULL_AGE_S = 0.1
 _MAX_SUSPECTS = 1024
 _MAX_GROWTHS = 8
 
-logger = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 class DiskTier:
@@ -102,7 +102,7 @@ class DiskTier:
             try:
                 self._upkeep.attach()
             except (TierUnavailable, TierFull) as exc:
-                logger.warning("disk tier %r starts without its disk: %s", name, exc)
+                _LOG.warning("disk tier %r starts without its disk: %s", name, exc)
 
     # Tier
 
@@ -169,7 +169,7 @@ class DiskTier:
                 if self._keeper.attached and not self._upkeep.read_only:
                     self._keeper.flush()
             except OSError as exc:
-                logger.warning("disk tier %r closed unflushed: %s", self.name, exc)
+                _LOG.warning("disk tier %r closed unflushed: %s", self.name, exc)
             finally:
                 self._keeper.detach()
 
@@ -287,7 +287,7 @@ class DiskTier:
         try:
             self._forget(segment, slot, key)
         except OSError as exc:
-            logger.warning("cannot free the entry of a bad chunk: %s", exc)
+            _LOG.warning("cannot free the entry of a bad chunk: %s", exc)
 
     def _suspect(self, segment: OpenSegment, slot: int, key: bytes) -> None:
         """A chunk that fails to read twice in a row is given up, so that it can be rewritten."""

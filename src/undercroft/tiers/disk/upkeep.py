@@ -19,7 +19,7 @@ EPOCH_AGE_S = 0.02
 _EPOCH_SYNC_S = 0.001
 _FOLLOW_AGE_S = 0.1
 
-logger = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 class Upkeep:
@@ -86,7 +86,7 @@ class Upkeep:
         except TierUnavailable as exc:
             if writing:
                 raise
-            logger.warning("disk tier %r is behind with its upkeep: %s", self.name, exc)
+            _LOG.warning("disk tier %r is behind with its upkeep: %s", self.name, exc)
         finally:
             self.keeper.shape.release()
 
@@ -94,7 +94,7 @@ class Upkeep:
         keeper = self.keeper
         if now - self._checked_s >= self._flush_interval_s:
             if not keeper.check_links():
-                logger.warning("%s was removed under us", keeper.ground.root.directory)
+                _LOG.warning("%s was removed under us", keeper.ground.root.directory)
                 keeper.detach()
                 self._attach_failed = None
                 return
