@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from undercroft.admission.base import Admission
@@ -12,11 +12,12 @@ from undercroft.clock import Clock
 from undercroft.errors import CorruptChunk, KvError, TierFull
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
+from undercroft.hierarchy.follow import Follower
 from undercroft.hierarchy.outcome import Done, Op
 from undercroft.hierarchy.transfers import Transfers
 from undercroft.keys import ChunkKey
 from undercroft.policies.base import EvictionPolicy
-from undercroft.tiers.base import Bounded, Epochal, Indexed, Tier
+from undercroft.tiers.base import Bounded, Epochal, Following, Indexed, Tier
 
 __all__ = ["Level", "drop_reason"]
 
@@ -89,16 +90,18 @@ class Level:
         self._epoch_seen = self._epochal.epoch() if self._epochal else 0
         self._raiser: threading.Thread | None = None
         self._stop = threading.Event()
-        self._adopt()
+        self._adopt(tier.evictable())
+        self._following = tier if isinstance(tier, Following) else None
+        self._follower = Follower(self._following, self.name) if self._following else None
 
     def _capacity_chunks(self, num_bytes: int) -> int:
         return self._bounded.capacity_bytes // num_bytes if self._bounded else _UNBOUNDED_CHUNKS
 
-    def _adopt(self) -> None:
+    def _adopt(self, chunks: Iterable[tuple[ChunkKey, int]]) -> None:
         classes = {num_bytes: c for c, num_bytes in enumerate(self._slot_bytes)}
-        for key, num_bytes in self._indexed.evictable():
+        for key, num_bytes in chunks:
             size_class = classes.get(num_bytes)
-            if size_class is not None:
+            if size_class is not None and key not in self._policies[size_class]:
                 self._policies[size_class].on_insert(key)
 
     @property
@@ -128,8 +131,10 @@ class Level:
         return free
 
     def begin_step(self) -> None:
-        """Ask the tier anew what is free."""
+        """Ask the tier anew what is free, and what has become ours to evict."""
         self._free.clear()
+        if self._following is not None:
+            self._adopt(self._following.take_adopted())
 
     def is_busy(self, num_bytes: int) -> bool:
         """Whether the movers' queue is too full for a chunk; never while the level is unusable."""
@@ -294,4 +299,6 @@ class Level:
     def close(self, deadline_s: float) -> None:
         """Stop the movers and close the tier, bounded even if the tier hangs."""
         self._stop.set()
+        if self._follower is not None:
+            self._follower.close(max(0.0, deadline_s - self._clock.now_s()) / 4)
         self.transfers.close(deadline_s)

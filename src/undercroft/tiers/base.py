@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from undercroft.keys import ChunkKey
 
-__all__ = ["Bounded", "Epochal", "Indexed", "Tier"]
+__all__ = ["Bounded", "Epochal", "Following", "Indexed", "Tier"]
 
 
 @runtime_checkable
@@ -108,4 +108,20 @@ class Epochal(Protocol):
 
     def raise_epoch(self) -> int:
         """Make everything stored so far void, durably, for every process sharing the tier."""
+        ...
+
+
+@runtime_checkable
+class Following(Protocol):
+    """A tier that other processes write to as well."""
+
+    def refresh(self) -> None:
+        """Learn what others did. May block; called every 100 ms or so on a thread of its own."""
+        ...
+
+    def take_adopted(self) -> Iterable[tuple[ChunkKey, int]]:
+        """Chunks of others that became ours to evict since the last call, and their lengths.
+
+        Scheduler thread; no I/O; cheap when there are none.
+        """
         ...

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from undercroft.key_table import KeyTable
 from undercroft.tiers.disk.foreign import ForeignSegment, Sighting
-from undercroft.tiers.disk.keymap import KeyTable
 from undercroft.tiers.disk.segment import OpenSegment, OwnSegment
 from undercroft.tiers.disk.table import Entries
 
@@ -47,6 +47,7 @@ class Holdings:
         self._sequence = 0
         self._number = 0
         self._writing: set[bytes] = set()
+        self._adopted: list[tuple[bytes, int]] = []
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._own_keys or (bool(self.foreign) and key in self._foreign_keys)
@@ -176,6 +177,21 @@ class Holdings:
                     return
                 batch = slice(start, start + _BATCH)
                 self._enter(segment, keys[batch], places[batch])
+
+    def note_adopted(self, segment: OwnSegment) -> None:
+        """Remember what a segment adopted while running brought, for `take_adopted`."""
+        with self.lock:
+            for key, place in self._own_keys.items():
+                if place >> 32 == segment.number:
+                    self._adopted.append((key, int(segment.payload_bytes[place & _SLOT_MASK])))
+
+    def take_adopted(self) -> list[tuple[bytes, int]]:
+        """Chunks of segments adopted since the last call, with their lengths."""
+        if not self._adopted:
+            return []
+        with self.lock:
+            adopted, self._adopted = self._adopted, []
+        return adopted
 
     def _enter(self, segment: OwnSegment, keys: list[bytes], places: list[int]) -> None:
         get, put = self._own_keys.get, self._own_keys.set

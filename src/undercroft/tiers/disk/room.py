@@ -170,6 +170,7 @@ class Room:
             prepared = self._orphans.prepare(orphan)
             if prepared:
                 self._orphans.adopt(*prepared)
+                self._ground.holdings.note_adopted(prepared[0])
             self._ground.look()
         return bool(fitting)
 

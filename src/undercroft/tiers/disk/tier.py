@@ -189,6 +189,10 @@ class DiskTier:
         self._upkeep.check_open()
         return ((ChunkKey(key), size) for key, size in self._holdings.coldest_first())
 
+    def take_adopted(self) -> Iterable[tuple[ChunkKey, int]]:
+        """See `Following.take_adopted`."""
+        return [(ChunkKey(key), size) for key, size in self._holdings.take_adopted()]
+
     def used_bytes(self) -> int:
         """See `Bounded.used_bytes`: our segments, and what all share (manifests, epochs)."""
         own = list(self._holdings.own.values())
@@ -247,7 +251,7 @@ class DiskTier:
         }
 
     def refresh(self) -> None:
-        """Learn what other processes did. For a mover thread, every 100 ms or so while idle."""
+        """See `Following.refresh`."""
         self._upkeep.run(force=True)
 
     def flush(self) -> None:
