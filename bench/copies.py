@@ -6,9 +6,9 @@ For each page size: store (engine to slots) and load (slots to engine) of chunks
 `--layers` layers, each layer in a tensor of its own. `fresh`: consecutive blocks and slots, as in a
 young engine; `aged`: blocks and slots in random order. Ratios are medians of pairs measured one
 after the other, order alternating, in seconds of this thread's processor time; 1.00 is a
-contiguous memcpy of as many bytes between the same buffers. `pieces` is one numpy copy of page-sized
-pieces that nearly touch: the best that rows of this size can do. `same` is the memcpy against
-itself: the noise.
+contiguous memcpy of as many bytes between the same buffers. `pieces` is one numpy copy of
+page-sized pieces that nearly touch: the best that rows of this size can do. `same` is the memcpy
+against itself: the noise.
 """
 
 from __future__ import annotations
@@ -102,9 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--layers", type=int, default=24)
     args = parser.parse_args()
-    print(
-        f"{'page':>9}  {'order':5}  {'store':>5}  {'load':>5}  {'pieces':>6}  {'same':>5}   (1.00 = memcpy)"
-    )
+    print("     page  order  store   load  pieces   same   (1.00 = memcpy)")
     for kib in (2, 16, 64, 256):
         for aged in (False, True):
             work = _case(kib << 10, args.mib << 20, args.layers, aged=aged)

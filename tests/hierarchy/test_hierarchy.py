@@ -58,7 +58,7 @@ def test_a_lower_hit_takes_two_lookups(tier: MemoryTier, worlds: list[World]) ->
     """PENDING, then HIT: no extra engine step for a local tier."""
     keys = keys_of("a", 12)
     filled(tier, keys, worlds)
-    world = make_world(16, [tier])
+    world = make_world(16, [tier], between_steps=lambda: world.wait_for_tiers())  # noqa: PLW0108 - not made yet
     worlds.append(world)
     entry = world.engine.run(keys)
     assert (entry.num_hits, entry.num_asked) == (12, 2)
@@ -220,7 +220,7 @@ def test_a_failed_copy_is_a_miss(worlds: list[World]) -> None:
     keys = keys_of("a", 4)
     request = Request("r")
     plan = world.hierarchy.prepare_store(keys, request)
-    world.hierarchy._take_failed_stores = lambda: frozenset({plan.store_id})
+    world.hierarchy.stores._take_failed = lambda: frozenset({plan.store_id})
     world.hierarchy.complete_store(keys, request)
     assert world.hierarchy.lookup(keys[0], Request("s")) is Lookup.MISS
     assert world.counters.dropped_chunks["host", "copy_failed"] == 4
@@ -255,3 +255,44 @@ def test_a_bounded_tier_evicts_by_its_policy(worlds: list[World]) -> None:
     assert all(small.has(key) for key in keys_of("r11-", 8))
     assert not any(small.has(key) for key in keys_of("r0-", 8))
     assert world.counters.evicted_chunks["below"] >= 50
+
+
+def test_a_burst_waits_for_the_tier(tier: MemoryTier, worlds: list[World]) -> None:
+    """More stored in one step than the movers' queue takes: all of it reaches the tier."""
+    world = make_world(64, [tier], max_queued_write_bytes=4 * CHUNK_BYTES)
+    worlds.append(world)
+    keys = keys_of("a", 64)
+    world.engine.run(keys)
+    assert all(tier.has(key) for key in keys)
+    assert not world.counters.declined_chunks
+
+
+def test_hits_behind_a_gap_do_not_block_what_is_before(
+    tier: MemoryTier, worlds: list[World]
+) -> None:
+    """Level 0 is full of a prompt's end, a lower level has its beginning: the beginning counts."""
+    keys = keys_of("a", 24)
+    filled(tier, keys[:12], worlds)
+    world = make_world(16, [tier])
+    worlds.append(world)
+    request = Request("r")
+    plan = world.hierarchy.prepare_store(keys[8:], request)
+    for key, slot in zip(plan.keys, plan.slots, strict=True):
+        world.hierarchy.view(slot)[:] = content_of(key, CHUNK_BYTES)
+    world.hierarchy.complete_store(plan.keys, request)
+    world.hierarchy.finish_request(request)
+    entry = world.engine.run(keys)
+    assert entry.num_hits == 16
+    assert world.counters.promoted_chunks["below"] == 8
+    world.assert_quiet()
+
+
+@pytest.mark.parametrize("make_policy", [Lru, Arc])
+def test_a_long_prompt_keeps_its_beginning(worlds: list[World], make_policy: type[Lru]) -> None:
+    """A prompt of twice level 0, again and again: it never evicts what it continues."""
+    world = make_world(16, make_policy=make_policy)
+    worlds.append(world)
+    keys = keys_of("a", 32)
+    hits = [world.engine.run(keys).num_hits for _ in range(5)]
+    assert hits == [0, 16, 16, 16, 16]
+    world.assert_quiet()

@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from transfers_rig import FOREVER_S, SOON_S, N, Rig, kinds, our_threads
+from transfers_rig import FOREVER_S, SOON_S, MakeRig, N, kinds, made_rigs
 
 from undercroft.errors import (
     ConfigError,
     CorruptChunk,
-    TierClosed,
     TierFull,
     TierTimeout,
     TierUnavailable,
@@ -33,22 +30,7 @@ from undercroft.tiers.memory import MemoryTier
 
 A, B, C, D = (key_of(label) for label in "abcd")
 
-MakeRig = Callable[..., Rig]
-
-
-@pytest.fixture
-def rig() -> Iterator[MakeRig]:
-    """Makes rigs; afterwards no thread of ours may be left."""
-    rigs: list[Rig] = []
-
-    def make(*injectors: Injector, **more: Any) -> Rig:
-        rigs.append(Rig(*injectors, **more))
-        return rigs[-1]
-
-    yield make
-    for each in rigs:
-        each.close()
-    assert our_threads() == []
+rig = pytest.fixture(made_rigs)
 
 
 def test_a_chunk_goes_down_and_comes_up(rig: MakeRig) -> None:
@@ -75,19 +57,9 @@ def test_a_chunk_goes_down_and_comes_up(rig: MakeRig) -> None:
     assert it.transfers.take_released() == []
 
 
-def test_nothing_starts_before_the_first_use(rig: MakeRig) -> None:
-    """Threads come with the first move, are named, and idle threads use no time."""
-    it = rig(num_threads=3)
-    assert our_threads() == []
-    it.read(A)
-    it.finish()
-    assert set(our_threads()) <= {f"undercroft-memory-{i}" for i in (1, 2, 3)}
-    assert all(thread.daemon for thread in threading.enumerate() if "undercroft" in thread.name)
-
-
 def test_a_tier_error_is_the_outcome(rig: MakeRig) -> None:
     """Full and corrupt come out as they are; the next move is not disturbed."""
-    it = rig(Injector(Effect.FULL, on_key(A)))
+    it = rig(Injector(Effect.FULL, on_key(A)), failures_to_open=1)
     it.store(B)
     full, corrupt, good = it.write(A), it.read(B, out=bytearray(2 * N)), it.write(C)
     outcomes = it.finish()
@@ -119,6 +91,19 @@ def test_a_queued_move_is_cancelled_at_its_deadline(rig: MakeRig) -> None:
     it.faulty.release()
     it.finish()
     assert [key for _, key in it.recorder.calls] == [A, D]
+
+
+def test_a_move_past_its_deadline_is_not_started_even_before_the_next_poll(rig: MakeRig) -> None:
+    """A mover looks at the deadline itself."""
+    it = rig(Injector(Effect.HANG, on_key(A)), num_threads=1)
+    it.read(A)
+    it.faulty.await_hung(1)
+    ticket = it.read(B, SOON_S)
+    it.clock.advance(SOON_S)
+    it.faulty.release()
+    outcomes = it.finish()
+    assert isinstance(outcomes[ticket].error, TierTimeout)
+    assert [key for _, key in it.recorder.calls] == [A]
 
 
 def test_a_running_move_ends_at_its_deadline_and_its_buffer_later(rig: MakeRig) -> None:
@@ -166,23 +151,6 @@ def test_reads_pass_writes_and_deletes_make_room_first(rig: MakeRig) -> None:
     it.faulty.release()
     it.finish()
     assert it.recorder.calls[1:] == [("read", D), ("delete", C), ("write", B)]
-
-
-def test_one_thread_is_kept_for_reads(rig: MakeRig) -> None:
-    """Writes that hang (within their deadlines) do not keep a read waiting."""
-    it = rig(Injector(Effect.HANG, on_verb("write_from")), num_threads=3)
-    for i in range(6):
-        it.write(key_of(i))
-    it.faulty.await_hung(2)
-    it.store(A)
-    ticket = it.read(A)
-    dones = []
-    while not dones:
-        dones = it.transfers.poll()
-    assert dones[0].ticket == ticket
-    assert dones[0].outcome.found
-    assert it.faulty.num_hung == 2
-    assert it.transfers.num_queued_writes == 4
 
 
 def test_a_full_write_queue_says_so(rig: MakeRig) -> None:
@@ -306,74 +274,6 @@ def test_timeouts_open_the_breaker(rig: MakeRig) -> None:
     assert not it.transfers.available
 
 
-def test_a_tier_that_hangs_for_good_costs_threads_up_to_a_bound(rig: MakeRig) -> None:
-    """Replacements come up to the bound; then all fails fast, and `close` is back in time."""
-    it = rig(
-        Injector(Effect.HANG, always), num_threads=2, num_extra_threads=1, failures_to_open=100
-    )
-    for num_hung in (2, 3):
-        for i in range(num_hung):
-            it.read(key_of((num_hung, i)), SOON_S)
-        it.faulty.await_hung(num_hung)
-        assert it.transfers.available
-        it.expired(SOON_S)
-    assert it.transfers.num_stuck == 3
-    assert not it.transfers.available
-    assert len(our_threads()) == 3
-    it.read(A)
-    assert kinds(it.transfers.poll()) == [(Op.READ, "TierUnavailable", True)]
-
-    closing = threading.Thread(target=it.transfers.close, args=(it.clock.now_s() + 3.0,))
-    closing.start()
-    closing.join(timeout=0.2)
-    assert closing.is_alive(), "it waits as long as it may"
-    it.clock.advance(3.0)
-    closing.join(timeout=10)
-    assert not closing.is_alive()
-    assert it.transfers.take_released() == []
-    assert not it.transfers.close(it.clock.now_s()), "something is still in the tier"
-
-
-def test_what_is_queued_when_the_last_thread_hangs_fails_fast(rig: MakeRig) -> None:
-    """Nobody is left to serve the queue: `poll` ends it, chained moves included."""
-    it = rig(
-        Injector(Effect.HANG, always), num_threads=1, num_extra_threads=0, failures_to_open=100
-    )
-    it.read(A, SOON_S)
-    it.faulty.await_hung(1)
-    for key in (A, A, B):
-        it.read(key)
-    assert kinds(it.expired(SOON_S)) == [
-        (Op.READ, "TierTimeout", False),
-        (Op.READ, "TierUnavailable", True),
-        (Op.READ, "TierUnavailable", True),
-        (Op.READ, "TierUnavailable", True),
-    ]
-
-
-def test_threads_that_come_back_make_the_tier_available_and_the_surplus_leaves(
-    rig: MakeRig,
-) -> None:
-    """After a hang everything is as before."""
-    it = rig(
-        Injector(Effect.HANG, always), num_threads=2, num_extra_threads=2, failures_to_open=100
-    )
-    for round_ in range(2):
-        for i in range(2):
-            it.read(key_of((round_, i)), SOON_S)
-        it.faulty.await_hung(2 * round_ + 2)
-        it.expired(SOON_S)
-    assert not it.transfers.available
-    it.faulty.release()
-    assert it.transfers.drain(it.clock.now_s() + FOREVER_S)
-    assert len(it.transfers.take_released()) == 4
-    assert it.transfers.available
-    for i in range(10):
-        it.read(key_of(i))
-    assert len(it.finish()) == 10
-    assert len(our_threads()) <= 3  # a thread that is leaving may still be seen
-
-
 def test_cancel_queued_ends_what_has_not_started(rig: MakeRig) -> None:
     """A reset gets rid of the queue and then waits for what runs."""
     it = rig(Injector(Effect.HANG, on_key(A)), num_threads=1)
@@ -403,29 +303,6 @@ def test_drain_gives_up_at_its_deadline(rig: MakeRig) -> None:
     it.clock.advance(2.0)
     waiting.join(timeout=10)
     assert answers == [False]
-
-
-def test_close_drops_what_is_queued_closes_the_tier_and_may_come_twice(rig: MakeRig) -> None:
-    """Queued moves end, later ones end at once, the tier is closed, no thread is left."""
-    it = rig(Injector(Effect.HANG, on_key(A)), num_threads=1)
-    it.read(A)
-    it.faulty.await_hung(1)
-    it.write(B)
-    releaser = threading.Timer(0.1, it.faulty.release)
-    releaser.start()
-    assert it.transfers.close(it.clock.now_s() + FOREVER_S)
-    releaser.join()
-    assert it.transfers.close(it.clock.now_s() + FOREVER_S)
-    assert our_threads() == []
-    assert Counter(type(done.outcome.error) for done in it.transfers.poll()) == {
-        TierClosed: 1,
-        type(None): 1,
-    }
-    with pytest.raises(TierClosed):
-        it.memory.contains(A)
-    assert not it.transfers.available
-    it.read(A)
-    assert kinds(it.transfers.poll()) == [(Op.READ, "TierClosed", True)]
 
 
 def test_speed_is_seen(rig: MakeRig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -125,3 +125,20 @@ def our_threads() -> list[str]:
 
 def kinds(dones: list[Done]) -> list[tuple[Op, str, bool]]:
     return [(d.op, type(d.outcome.error).__name__, d.buffer_free) for d in dones]
+
+
+MakeRig = Callable[..., Rig]
+
+
+def made_rigs() -> Iterator[MakeRig]:
+    """A fixture: makes rigs; afterwards no thread of ours may be left."""
+    rigs: list[Rig] = []
+
+    def make(*injectors: Injector, **more: Any) -> Rig:
+        rigs.append(Rig(*injectors, **more))
+        return rigs[-1]
+
+    yield make
+    for each in rigs:
+        each.close()
+    assert our_threads() == []

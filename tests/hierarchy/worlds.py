@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,22 +14,57 @@ from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
 from undercroft.hierarchy.hierarchy import Hierarchy, Limits
 from undercroft.hierarchy.level import Level
+from undercroft.hierarchy.moves import Move
+from undercroft.hierarchy.outcome import Done
 from undercroft.hierarchy.pool import Pool
 from undercroft.hierarchy.slots import Slots, SlotState
-from undercroft.hierarchy.transfers import Transfers
+from undercroft.hierarchy.transfers import TransferLimits, Transfers
 from undercroft.keys import ChunkKey
 from undercroft.policies.base import EvictionPolicy
 from undercroft.policies.lru import Lru
+from undercroft.testing.clock import ManualClock
+from undercroft.testing.faults import FaultyTier
 from undercroft.testing.mini_engine import MiniEngine
 from undercroft.tiers.base import Tier
+from undercroft.tiers.wrapping import WrappingTier
 
 CHUNK_BYTES = 4096
+
+
+class CountedTransfers(Transfers):
+    """Transfers that know which tickets are open, and fail when one is reported twice."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.open: set[int] = set()
+        self.late: set[int] = set()
+
+    def _submit(self, move: Move) -> int:
+        ticket = super()._submit(move)
+        assert ticket not in self.open
+        self.open.add(ticket)
+        return ticket
+
+    def poll(self, max_outcomes: int = 1024) -> list[Done]:
+        done = super().poll(max_outcomes)
+        for each in done:
+            self.open.remove(each.ticket)
+            if not each.buffer_free:
+                self.late.add(each.ticket)
+        return done
+
+    def take_released(self) -> list[int]:
+        released = super().take_released()
+        for ticket in released:
+            self.late.remove(ticket)
+        return released
 
 
 @dataclass
 class World:
     hierarchy: Hierarchy
     engine: MiniEngine
+    clock: Clock
 
     @property
     def counters(self) -> Counters:
@@ -42,8 +78,25 @@ class World:
         assert states <= {SlotState.READY}, f"slots left in states {states}"
         assert len(slots.taken()) == len(self.hierarchy.pool.table)
 
+    def wait_for_tiers(self) -> None:
+        """Until the movers have nothing left to do."""
+        for level in self.hierarchy.levels:
+            level.transfers.drain(level.transfers._clock.now_s() + 10.0)
+
     def close(self) -> None:
-        self.hierarchy.close()
+        """Hung calls are let go, and a manual clock runs on."""
+        for level in self.hierarchy.levels:
+            tier = level.tier
+            while isinstance(tier, WrappingTier):
+                if isinstance(tier, FaultyTier):
+                    tier.release()
+                tier = tier.inner
+        closer = threading.Thread(target=self.hierarchy.close)
+        closer.start()
+        while closer.is_alive():
+            if isinstance(self.clock, ManualClock):
+                self.clock.advance(0.5)
+            closer.join(0.005)
 
 
 def make_world(
@@ -58,18 +111,27 @@ def make_world(
     between_steps: Callable[[], None] | None = None,
     events: bool = True,
     num_threads: int = 2,
+    max_queued_write_bytes: int = 1 << 30,
+    transfer_limits: TransferLimits | None = None,
+    write_deadline_s: float = 10.0,
+    ready_bytes: int | None = None,
+    take_failed_stores: Callable[[], frozenset[int] | None] = frozenset,
 ) -> World:
     clock = clock or SystemClock()
     counters = Counters()
     log = LevelEvents(enabled=events)
     total = num_slots * sum(slot_bytes)
     slots = Slots(total, slot_bytes)
-    slots.set_ready_bytes(total)
+    slots.set_ready_bytes(total if ready_bytes is None else ready_bytes)
     levels = [
         Level(
             tier,
-            transfers=Transfers(
-                tier, clock=clock, num_threads=num_threads, max_queued_write_bytes=1 << 30
+            transfers=CountedTransfers(
+                tier,
+                clock=clock,
+                num_threads=num_threads,
+                max_queued_write_bytes=max_queued_write_bytes,
+                limits=transfer_limits,
             ),
             slot_bytes=slot_bytes,
             class_of=class_of,
@@ -78,7 +140,7 @@ def make_world(
             clock=clock,
             counters=counters,
             events=log,
-            write_deadline_s=10.0,
+            write_deadline_s=write_deadline_s,
         )
         for tier in tiers
     ]
@@ -90,6 +152,7 @@ def make_world(
         counters=counters,
         events=log,
         limits=limits or Limits(),
+        take_failed_stores=take_failed_stores,
     )
     engine = MiniEngine(hierarchy, between_steps or (lambda: time.sleep(0.003)))
-    return World(hierarchy, engine)
+    return World(hierarchy, engine, clock)

@@ -82,3 +82,20 @@ def test_a_failed_copy_is_uncharged() -> None:
     with pytest.raises(MemoryError):
         tier.write_from(key_of("fails"), Data())  # type: ignore[arg-type]
     assert tier.used_bytes() == 0
+
+
+def test_two_writers_of_one_key_charge_it_once() -> None:
+    """The second of two writes under way finds the key there and gives its room back."""
+    tier = MemoryTier(8192)
+    key = key_of("twice")
+
+    class Data:
+        nbytes = 64
+
+        def __bytes__(self) -> bytes:
+            tier.write_from(key, chunk_of(key, 64))
+            return bytes(64)
+
+    tier.write_from(key, Data())  # type: ignore[arg-type]
+    assert tier.used_bytes() == 64
+    assert tier._chunks[key] == chunk_of(key, 64)

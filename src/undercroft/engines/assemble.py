@@ -161,13 +161,14 @@ def _level(
     shared: tuple[Clock, Counters, LevelEvents],
 ) -> Level:
     clock, counters, events = shared
+    max_queued = max(settings.max_queued_write_bytes, *geometry.slot_bytes)
     return Level(
         tier,
         transfers=Transfers(
             tier,
             clock=clock,
             num_threads=int(tier_settings.options.get("num_threads", _NUM_THREADS)),
-            max_queued_write_bytes=max(settings.max_queued_write_bytes, *geometry.slot_bytes),
+            max_queued_write_bytes=max_queued,
         ),
         slot_bytes=geometry.slot_bytes,
         class_of=geometry.class_of(),

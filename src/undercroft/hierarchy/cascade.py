@@ -21,12 +21,13 @@ _MAX_OFFERS_PER_STEP = 256
 class Cascade:
     """Writes under way to lower levels. A slot is pinned while a tier reads from it.
 
-    Offers wait in one bounded queue in the order they came, which is prefix order; a chunk evicted
-    before its turn is not written. Threads: the scheduler's. Cost: O(1) per chunk; at most a fixed
-    number of offers a step.
+    Each level has a queue of its own, so a slow one holds up no other. Offers wait there, unpinned,
+    in the order they came, which is prefix order, until the level's movers have room; a chunk
+    that is evicted before its turn is not written. Threads: the scheduler's. Cost: O(1) per chunk;
+    at most a fixed number of offers a step.
 
     Args:
-        max_waiting: Offers beyond this are declined and counted.
+        max_waiting: Offers to one level beyond this are declined and counted.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class Cascade:
         self._view_of = view_of
         self._counters = counters
         self._max_waiting = max_waiting
-        self._waiting: deque[tuple[ChunkKey, int]] = deque()
+        self._waiting: dict[str, deque[tuple[ChunkKey, int]]] = {
+            level.name: deque() for level in levels
+        }
         self._by_ticket: dict[tuple[str, int], tuple[int, int]] = {}
         self._late: dict[tuple[str, int], int] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._by_ticket)
+        return sum(map(len, self._waiting.values())) + len(self._by_ticket)
 
     @property
     def num_pinned(self) -> int:
@@ -57,26 +60,36 @@ class Cascade:
 
     def add(self, keys: Sequence[ChunkKey]) -> None:
         """Offer READY `keys`, in prefix order, to every lower level."""
-        if not self._levels:
-            return
-        room = self._max_waiting - len(self._waiting)
-        if len(keys) > room:
-            self._counters.declined_chunks["cascade:queue_full"] += len(keys) - max(0, room)
-        self._waiting.extend((key, 0) for key in keys[: max(0, room)])
+        for name, waiting in self._waiting.items():
+            room = max(0, self._max_waiting - len(waiting))
+            if len(keys) > room:
+                self._counters.declined_chunks[f"{name}:queue_full"] += len(keys) - room
+            waiting.extend((key, 0) for key in keys[:room])
 
     def submit(self) -> None:
-        """Hand waiting offers to the movers, as many as a step may cost."""
-        pool = self._pool
-        for _ in range(min(len(self._waiting), _MAX_OFFERS_PER_STEP)):
-            key, attempt = self._waiting.popleft()
-            slot = pool.find(key)
-            if slot < 0 or pool.slots.states[slot] < SlotState.READY:
-                continue
-            for level in self._levels:
-                ticket = level.offer(key, self._view_of(slot))
-                if ticket is not None:
-                    pool.slots.pin(slot)
-                    self._by_ticket[level.name, ticket] = (slot, attempt)
+        """Hand waiting offers to the movers, as many as they take and a step may cost."""
+        for level in self._levels:
+            level.begin_step()
+            waiting = self._waiting[level.name]
+            for _ in range(min(len(waiting), _MAX_OFFERS_PER_STEP)):
+                key, attempt = waiting[0]
+                slot = self._pool.find(key)
+                if slot >= 0 and level.is_busy(self._pool.slots.size(slot)):
+                    break
+                waiting.popleft()
+                self._offer(level, key, slot, attempt)
+
+    def _offer(self, level: Level, key: ChunkKey, slot: int, attempt: int) -> None:
+        slots = self._pool.slots
+        if slot < 0:
+            self._counters.declined_chunks[f"{level.name}:evicted_before_its_turn"] += 1
+            return
+        if slots.states[slot] < SlotState.READY:
+            return  # voided and stored anew: its store offers it again
+        ticket = level.offer(key, self._view_of(slot))
+        if ticket is not None:
+            slots.pin(slot)
+            self._by_ticket[level.name, ticket] = (slot, attempt)
 
     def settle(self, level: Level, done: Done) -> None:
         """Book the end of one write."""
@@ -86,7 +99,7 @@ class Cascade:
         slot, attempt = entry
         if isinstance(done.outcome.error, TierFull) and attempt == 0:
             # Something was deleted since, or will be: the level makes room when it books this.
-            self._waiting.append((done.outcome.key, 1))
+            self._waiting[level.name].append((done.outcome.key, 1))
         if done.buffer_free:
             self._pool.unpin(slot)
         else:
@@ -100,4 +113,5 @@ class Cascade:
 
     def clear_waiting(self) -> None:
         """Forget what has not been handed to the movers."""
-        self._waiting.clear()
+        for waiting in self._waiting.values():
+            waiting.clear()

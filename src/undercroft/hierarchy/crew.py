@@ -161,7 +161,6 @@ class Crew:
             self._start_others()
             while (move := self._take(bell)) is not None:
                 self._runner.serve(move)
-                move = None  # a waiting thread must not keep a buffer alive
         finally:
             with self._lock:
                 self._gone(threading.current_thread())

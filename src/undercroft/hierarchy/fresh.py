@@ -1,4 +1,4 @@
-"""Chunks that a running request has just stored and the policy has not seen yet.
+"""Chunks that a running request has just stored or loaded, and that must not be evicted for it.
 
 A prompt is stored over several steps, root first. Told to the policy as they come, its deepest
 chunks would look newest and its root would be evicted first, which makes the rest useless. So they
@@ -24,6 +24,7 @@ _IDLE_STEPS = 8
 class _Entry:
     step: int
     chunks: list[tuple[ChunkKey, int]] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
 
 
 class Fresh:
@@ -42,6 +43,14 @@ class Fresh:
         for _, slot in chunks:
             set_state(slot, SlotState.FRESH)
 
+    def keep(self, request: Request, slots: list[int], step: int) -> None:
+        """`request` has loaded `slots`: its own stores must not evict what they continue."""
+        entry = self._entries.setdefault(request.id, _Entry(step))
+        entry.step = step
+        entry.kept += slots
+        for slot in slots:
+            self._pool.slots.pin(slot)
+
     def settle(self, request_id: str) -> None:
         """Tell the policy of a request's chunks, deepest first."""
         entry = self._entries.pop(request_id, None)
@@ -51,6 +60,8 @@ class Fresh:
         for key, slot in reversed(entry.chunks):
             if states[slot] == SlotState.FRESH:
                 make_ready(key, slot)
+        for slot in entry.kept:
+            self._pool.unpin(slot)
 
     def settle_others(self, request_id: str) -> bool:
         """Make every other request's chunks evictable; whether there were any."""
@@ -67,4 +78,5 @@ class Fresh:
 
     def forget_all(self) -> None:
         """At a reset: the keys were voided."""
-        self._entries.clear()
+        for request_id in list(self._entries):
+            self.settle(request_id)

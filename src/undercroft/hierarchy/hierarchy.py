@@ -22,22 +22,15 @@ from undercroft.hierarchy.pool import Pool
 from undercroft.hierarchy.request import Answer, Lookup, Request
 from undercroft.hierarchy.restore import Restores
 from undercroft.hierarchy.slots import SlotState
+from undercroft.hierarchy.stores import LEVEL_0, StorePlan, Stores, failed_chunk
+from undercroft.key_table import SHARD_SHIFT
 from undercroft.keys import ChunkKey
 
 __all__ = ["LEVEL_0", "Hierarchy", "Limits", "StorePlan", "failed_chunk"]
 
 _LOG = logging.getLogger(__name__)
 
-LEVEL_0 = "host"
-"""The name of level 0 in events, counters and metrics."""
-
-
-_STORE_ID_BITS = 40
-
-
-def failed_chunk(store_id: int, chunk_index: int) -> int:
-    """What workers report when only one chunk of a store failed; its plain id fails it all."""
-    return (chunk_index + 1) << _STORE_ID_BITS | store_id
+_READY = int(SlotState.READY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +50,6 @@ class Limits:
     shutdown_deadline_s: float = 3.0
     restore_share_ratio: float = 1.0
     max_cascade_waiting: int = 65536
-
-
-@dataclass(frozen=True, slots=True)
-class StorePlan:
-    """What to store and where.
-
-    Args:
-        keys: The accepted keys, in the order offered.
-        slots: One slot index for each.
-        store_id: Names this store in failure reports from the workers; 0 if `keys` is empty.
-    """
-
-    keys: list[ChunkKey]
-    slots: list[int]
-    store_id: int
-
-
-@dataclass(slots=True)
-class _Store:
-    request: Request
-    keys: list[ChunkKey]
-    """As planned, in the engine's order."""
-    slots: dict[ChunkKey, int]
-    """What has not ended yet, in prefix order."""
-    failed: set[ChunkKey]
 
 
 class Hierarchy:
@@ -111,21 +79,23 @@ class Hierarchy:
         self.events = events
         self.pool = make_pool(self._on_evict)
         self.levels = tuple(levels)
+        # What every lookup needs, one attribute away.
+        self._shards = self.pool.table.shards
+        self._states = self.pool.slots.states
         self._buffer = buffer
         self._clock = clock
         self._limits = limits
-        self._take_failed_stores = take_failed_stores
         self._step = 0
         self._polled_step = -1
         self._num_loading = 0
-        self._next_store_id = 1
-        self._storing: dict[ChunkKey, int] = {}
-        self._stores: dict[int, _Store] = {}
         self._holders: dict[str, Request] = {}
         self._loaders: dict[str, Request] = {}
         self._draining_until: list[tuple[int, list[int]]] = []
         self._num_ended_steps = 0
         self.fresh = Fresh(self.pool)
+        self.stores = Stores(
+            self.pool, self.fresh, counters=counters, take_failed=take_failed_stores
+        )
         self.restores = Restores(
             self.pool,
             self.levels,
@@ -133,6 +103,8 @@ class Hierarchy:
             deadline_s=limits.promote_deadline_s,
             view_of=self.view,
             hold=self._hold,
+            let_go=self._unhold,
+            make_room=self.fresh.settle_others,
             num_busy_slots=self._num_busy_slots,
             on_arrival=lambda key: self.events.add(LEVEL_0, key, removed=False),
             counters=counters,
@@ -151,7 +123,7 @@ class Hierarchy:
         return self._buffer[start : start + self.pool.slots.size(slot)]
 
     def _num_busy_slots(self) -> int:
-        return self._num_loading + len(self._storing) + self.cascade.num_pinned
+        return self._num_loading + len(self.stores) + self.cascade.num_pinned
 
     def _on_evict(self, keys: Sequence[ChunkKey]) -> None:
         self.counters.evicted_chunks[LEVEL_0] += len(keys)
@@ -173,9 +145,9 @@ class Hierarchy:
         """
         if request.step != self._step:
             request.begin_step(self._step)
-        slot = self.pool.table.get(key)
+        slot = self._shards[hash(key) >> SHARD_SHIFT].get(key, -1)
         if slot >= 0:
-            if self.pool.slots.states[slot] >= SlotState.READY:
+            if self._states[slot] >= _READY:
                 if slot not in request.holds:
                     self._hold(request, slot, key)
                 self.counters.lookup_hits += 1
@@ -202,10 +174,8 @@ class Hierarchy:
         return Lookup.MISS
 
     def _lookup_filling(self, key: ChunkKey, request: Request, walk_id: object) -> Lookup:
-        if key in request.denied or self._expired(request):
+        if request.denies(key, walk_id) or self._expired(request):
             return self._miss(key, request, walk_id, "deadline")
-        if request.deadline_s is None:
-            request.deadline_s = self._clock.now_s() + self._limits.promote_deadline_s
         self.restores.join(key, request)
         self.restores.want(request, self._clock.now_s())
         request.walk(walk_id).note(key, Answer.COMING)
@@ -213,7 +183,7 @@ class Hierarchy:
         return Lookup.PENDING
 
     def _lookup_below(self, key: ChunkKey, request: Request, walk_id: object) -> Lookup:
-        if key in request.denied:
+        if request.denies(key, walk_id):
             return self._miss(key, request, walk_id, "not_restored")
         if self.restores.level_with(key) is None:
             return self._miss(key, request, walk_id, "absent")
@@ -235,6 +205,11 @@ class Hierarchy:
         if not request.holds:
             self._holders[request.id] = request
         request.holds[slot] = key
+
+    def _unhold(self, request: Request, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if request.holds.pop(slot, None) is not None:
+                self.pool.unpin(slot)
 
     def _let_go(self, request: Request) -> None:
         holds, request.holds = request.holds, {}
@@ -260,7 +235,7 @@ class Hierarchy:
             self.pool.slots.pin(slot)
             slots.append(slot)
         request.loading.update(zip(keys, slots, strict=True))
-        request.loaded = list(keys)
+        request.loaded = dict.fromkeys(request.in_order(keys))
         if self.levels:
             request.chain.extend(keys)
         if request.loading:
@@ -273,16 +248,21 @@ class Hierarchy:
 
     def complete_load(self, keys: Iterable[ChunkKey], request: Request) -> None:
         """The engine has the bytes of `keys`."""
+        loaded: list[int] = []
         for key in keys:
             slot = request.loading.pop(key, None)
-            if slot is None:
-                continue
-            self._num_loading -= 1
-            self.counters.loaded_chunks += 1
-            self.counters.loaded_bytes += self.pool.slots.size(slot)
+            if slot is not None:
+                loaded.append(slot)
+                self.counters.loaded_bytes += self.pool.slots.size(slot)
+        self._num_loading -= len(loaded)
+        self.counters.loaded_chunks += len(loaded)
+        if not request.finished:
+            self.fresh.keep(request, loaded, self._step)
+        for slot in loaded:
             self.pool.unpin(slot)
         if not request.loading:
             self._loaders.pop(request.id, None)
+            self.pool.touch(request.loaded)
             self._touch_if_over(request)
 
     # --- stores -------------------------------------------------------------------------------
@@ -293,85 +273,22 @@ class Hierarchy:
         `keys` are offered in the engine's order; room is given in prefix order over all groups, so
         that what is accepted can be used. What is left out counts as done for this request.
         """
-        find = self.pool.table.get
-        offered = self.pool.absent(keys)
-        absent = self.pool.admitted(keys, offered)
-        if len(absent) < len(offered):
-            self.counters.declined_chunks["host:not_admitted"] += len(offered) - len(absent)
         if self.levels:
             request.chain.extend(keys)
-        if not absent:
-            return StorePlan([], [], 0)
-        position_of = request.position_of
-        in_order = absent
-        if position_of(absent[0]) is not None:
-            in_order = sorted(absent, key=lambda key: position_of(key) or 0)
-        slots = self.pool.allocate(in_order)
-        if len(slots) < len(in_order) and self.fresh.settle_others(request.id):
-            slots += self.pool.allocate(in_order[len(slots) :])
-        if len(slots) < len(in_order):
-            self.counters.declined_chunks["host:full"] += len(in_order) - len(slots)
-            in_order = in_order[: len(slots)]
-            absent = [key for key in absent if find(key) >= 0]
-        if not slots:
-            return StorePlan([], [], 0)
-        store_id = self._next_store_id
-        self._next_store_id += 1
-        self._stores[store_id] = _Store(
-            request, absent, dict(zip(in_order, slots, strict=True)), set()
-        )
-        self._storing.update(dict.fromkeys(in_order, store_id))
-        request.num_storing += len(in_order)
-        by_key = self._stores[store_id].slots
-        return StorePlan(absent, [by_key[key] for key in absent], store_id)
+        return self.stores.prepare(keys, request)
 
     def complete_store(
         self, keys: Collection[ChunkKey], request: Request, *, success: bool = True
     ) -> None:
         """The workers copied `keys` into their slots, or reported that they could not."""
-        self._note_failures()
-        if not isinstance(keys, AbstractSet):
-            keys = set(keys)
-        ready: list[tuple[ChunkKey, int]] = []
-        for store_id in {self._storing.get(key, 0) for key in keys} - {0}:
-            store = self._stores[store_id]
-            ended = [(k, slot) for k, slot in store.slots.items() if k in keys]
-            failed = store.failed if success else set(store.keys)
-            for key, slot in ended:
-                del store.slots[key], self._storing[key]
-                if self.pool.slots.states[slot] == SlotState.DRAINING:
-                    self.pool.slots.give_back(slot)
-                elif key in failed:
-                    self.pool.abandon(key, slot, buffer_free=True)
-                    self.counters.dropped_chunks[LEVEL_0, "copy_failed"] += 1
-                else:
-                    ready.append((key, slot))
-            request.num_storing -= len(ended)
-            if not store.slots:
-                del self._stores[store_id]
-        self.counters.stored_chunks += len(ready)
-        self.counters.stored_bytes += sum(self.pool.slots.size(slot) for _, slot in ready)
+        key_set = keys if isinstance(keys, AbstractSet) else set(keys)
+        ready = self.stores.complete(key_set, request, success=success)
         self.fresh.add(request, ready, self._step)
         if self.events.enabled:
             for key, _ in ready:
                 self.events.add(LEVEL_0, key, removed=False)
         self.cascade.add([key for key, _ in ready])
         self._touch_if_over(request)
-
-    def _note_failures(self) -> None:
-        reports = self._take_failed_stores()
-        if reports is None:  # some were lost
-            for store in self._stores.values():
-                store.failed.update(store.keys)
-            return
-        for report in reports:
-            store_id = report & ((1 << _STORE_ID_BITS) - 1)
-            chunk_number = report >> _STORE_ID_BITS
-            if store_id in self._stores:
-                store = self._stores[store_id]
-                store.failed.update(
-                    store.keys[chunk_number - 1 : chunk_number] if chunk_number else store.keys
-                )
 
     # --- requests and steps -------------------------------------------------------------------
 
@@ -391,7 +308,7 @@ class Hierarchy:
         self.pool.touch(request.loaded)
         if not self.levels:
             return
-        chain = list(dict.fromkeys(request.chain))
+        chain = request.in_order(dict.fromkeys(request.chain))
         request.chain.clear()
         for level in self.levels:
             level.touch(chain)
@@ -439,6 +356,7 @@ class Hierarchy:
             for ticket in level.transfers.take_released():
                 self.restores.released(level, ticket)
                 self.cascade.released(level, ticket)
+                level.released(ticket)
 
     def step_ended(self) -> None:
         """The workers have finished a step that was scheduled; called once per step's output."""
@@ -489,14 +407,7 @@ class Hierarchy:
         It orders the workers to finish those jobs in the next step; when that step has ended,
         nobody touches the slots any more.
         """
-        held: list[int] = []
-        for store in self._stores.values():
-            for slot in store.slots.values():
-                self.pool.slots.pin(slot)
-                held.append(slot)
-            store.request.num_storing = 0
-        self._stores.clear()
-        self._storing.clear()
+        held = self.stores.forget_all()
         for request in self._loaders.values():
             held.extend(request.loading.values())
             request.loading.clear()

@@ -81,7 +81,9 @@ class Level:
             for n in self._slot_bytes
         ]
         self._writing: dict[ChunkKey, tuple[int, int]] = {}
+        self._late_writes: dict[int, tuple[ChunkKey, int]] = {}
         self._generation = 0
+        self._free: dict[int, int] = {}
         self._num_writing = [0] * len(self._slot_bytes)
         self._num_deleting = [0] * len(self._slot_bytes)
         self._epoch_seen = self._epochal.epoch() if self._epochal else 0
@@ -117,8 +119,22 @@ class Level:
         """Chunks that can be written without an eviction, those on their way counted."""
         if self._bounded is None:
             return _UNBOUNDED_CHUNKS
-        free = self._bounded.free_chunks(self._slot_bytes[size_class])
-        return free + self._num_deleting[size_class] - self._num_writing[size_class]
+        free = self._free.get(size_class)
+        if free is None:
+            # Asking may cost a tier of many segments a millisecond: once a step.
+            free = self._bounded.free_chunks(self._slot_bytes[size_class])
+            free += self._num_deleting[size_class] - self._num_writing[size_class]
+            self._free[size_class] = free
+        return free
+
+    def begin_step(self) -> None:
+        """Ask the tier anew what is free."""
+        self._free.clear()
+
+    def is_busy(self, num_bytes: int) -> bool:
+        """Whether the movers' queue is too full for a chunk; never while the level is unusable."""
+        queued, bound = self.transfers.queued_write_bytes, self.transfers.max_queued_write_bytes
+        return queued > 0 and queued + num_bytes > bound and self.usable
 
     def offer(self, key: ChunkKey, data: memoryview) -> int | None:
         """Start writing `key`; returns the ticket, or None if it is not written (counted)."""
@@ -138,6 +154,8 @@ class Level:
             return None
         self._writing[key] = (size_class, self._generation)
         self._num_writing[size_class] += 1
+        if size_class in self._free:
+            self._free[size_class] -= 1
         return ticket
 
     def _decline(self, reason: str) -> None:
@@ -153,6 +171,7 @@ class Level:
             policy.on_evict(key)
             self.transfers.delete(key)
             self._num_deleting[size_class] += 1
+            self._free[size_class] += 1
             self._counters.evicted_chunks[self.name] += 1
             self._events.add(self.name, key, removed=True)
 
@@ -169,27 +188,49 @@ class Level:
         size_class = self._class_of(key)
         if done.op is Op.DELETE:
             self._num_deleting[size_class] -= 1
+            if error is not None:
+                self._keep_evictable(key)
         elif done.op is Op.WRITE:
-            self._settle_write(key, error, done.outcome.num_bytes)
+            self._settle_write(done)
         elif isinstance(error, CorruptChunk) or (error is None and not done.outcome.found):
             self._policies[size_class].on_drop(key)
             self._events.add(self.name, key, removed=True)
         if error is not None:
             self._counters.dropped_chunks[self.name, drop_reason(error)] += 1
             if isinstance(error, TierFull):
+                self._free[size_class] = 0  # whatever it said before
                 self.make_room(size_class, 1)
 
-    def _settle_write(self, key: ChunkKey, error: KvError | None, num_bytes: int) -> None:
+    def _settle_write(self, done: Done) -> None:
+        key, error = done.outcome.key, done.outcome.error
         size_class, generation = self._writing.pop(key)
         self._num_writing[size_class] -= 1
-        if error is not None or generation != self._generation:
+        if not done.buffer_free:
+            self._late_writes[done.ticket] = (key, generation)
+        if generation != self._generation:
+            return
+        if error is not None:
+            self._keep_evictable(key)
             return
         policy = self._policies[size_class]
         if key not in policy:
             policy.on_insert(key)
         self._counters.cascaded_chunks[self.name] += 1
-        self._counters.cascaded_bytes[self.name] += num_bytes
+        self._counters.cascaded_bytes[self.name] += done.outcome.num_bytes
         self._events.add(self.name, key, removed=False)
+
+    def released(self, ticket: int) -> None:
+        """A write that had run out of time came back; it may have worked after all."""
+        key, generation = self._late_writes.pop(ticket, (None, 0))
+        if key is not None and generation == self._generation:
+            self._keep_evictable(key)
+
+    def _keep_evictable(self, key: ChunkKey) -> None:
+        """If the tier holds `key` in spite of a failure, see to it that it can be evicted."""
+        policy = self._policies[self._class_of(key)]
+        if self._raiser is None and key not in policy and self._indexed.has(key):
+            policy.on_insert(key)
+            self._events.add(self.name, key, removed=False)
 
     # --- epochs -------------------------------------------------------------------------------
 
@@ -230,16 +271,25 @@ class Level:
         drained = self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
         while not self._stop.is_set():
             try:
-                if self._epochal is not None:
-                    if raise_epoch:
-                        self._epochal.raise_epoch()
-                    self._epoch_seen = self._epochal.epoch()
-                if drained:
-                    return
-            except KvError as error:
+                self._make_void(raise_epoch=raise_epoch)
+            except Exception as error:  # noqa: BLE001 - a stranger's tier may raise anything
                 _LOG.warning("tier %s: the epoch cannot be raised yet: %s", self.name, error)
                 self._stop.wait(_RAISE_RETRY_S)
-            drained = self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
+                continue
+            if drained:
+                return
+            while not (drained or self._stop.is_set()):
+                drained = self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
+
+    def _make_void(self, *, raise_epoch: bool) -> None:
+        if self._epochal is not None:
+            if raise_epoch:
+                self._epochal.raise_epoch()
+            self._epoch_seen = self._epochal.epoch()
+        if self._epochal is None or not raise_epoch:
+            # Without an epoch of our own: what we wrote before we knew of the other's.
+            for key, _ in list(self._indexed.evictable()):
+                self.tier.delete(key)
 
     def close(self, deadline_s: float) -> None:
         """Stop the movers and close the tier, bounded even if the tier hangs."""

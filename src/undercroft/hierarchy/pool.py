@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Reversible, Sequence
 
 import numpy as np
 
 from undercroft.admission.base import Admission
-from undercroft.errors import Bug
 from undercroft.hierarchy.slots import Slots, SlotState
-from undercroft.key_table import KeyTable
+from undercroft.key_table import SHARD_SHIFT, KeyTable
 from undercroft.keys import ChunkKey
 from undercroft.policies.base import EvictionPolicy
 
@@ -18,6 +18,8 @@ __all__ = ["Pool"]
 _MAX_SKIPPED = 512
 """Pinned keys one search for a victim may pass over; keeps a single call short. They are moved out
 of the way, so the next search goes on behind them."""
+_MAX_RECLAIMED = 64
+"""Extents that one call may take from other size classes."""
 
 
 class Pool:
@@ -81,58 +83,92 @@ class Pool:
         """Slots of `size_class` that `allocate` could hand out now, stealing left aside."""
         return self.slots.num_free(size_class) + self.slots.num_evictable(size_class)
 
-    def allocate(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """A FILLING slot for each of `keys`, evicting if need be.
+    def allocate(self, keys: Sequence[ChunkKey], keep: Container[ChunkKey] = ()) -> list[int]:
+        """A FILLING slot for each of `keys`, evicting if need be, but none of `keep`.
 
         Returns:
             Shorter than `keys` when everything left is pinned or filling: the first ones got one.
         """
-        reuse = self._make_room(keys)
-        slots: list[int] = []
-        set_slot, take = self.table.set, self.slots.take
-        for key in keys:
-            size_class = self.class_of(key) if self._many else 0
-            slot = take(size_class)
-            if slot < 0:
-                spare = reuse.get(size_class)
-                if spare:
-                    slot = spare.pop()
-                elif self._many and self._steal_extent(size_class):
-                    slot = take(size_class)
-                if slot < 0:
-                    break
-            set_slot(key, slot)
-            slots.append(slot)
-        if self._many:
+        reuse = self._make_room(keys, keep)
+        shards = self.table.shards
+        if not self._many:
+            take = self.slots.take
+            num_fresh = min(len(keys), self.slots.num_free(0))
+            slots = [take(0) for _ in range(num_fresh)] + reuse.get(0, [])
             for key, slot in zip(keys, slots, strict=False):
-                self._owners[slot] = key
+                shards[hash(key) >> SHARD_SHIFT][key] = slot
+            return slots
+        slots = []
+        for key in keys:
+            slot = self._take_or_steal(self.class_of(key), reuse)
+            if slot < 0:
+                break
+            self.table.set(key, slot)
+            self._owners[slot] = key
+            slots.append(slot)
         for spare in reuse.values():
             for slot in spare:
                 self.slots.give_back(slot)
         return slots
 
-    def _make_room(self, keys: Sequence[ChunkKey]) -> dict[int, list[int]]:
+    def _take_or_steal(self, size_class: int, reuse: dict[int, list[int]]) -> int:
+        spare = reuse.get(size_class)
+        slot = spare.pop() if spare else self.slots.take(size_class)
+        if slot < 0 and self._steal_extent(size_class):
+            return self.slots.take(size_class)
+        return slot
+
+    def _make_room(
+        self, keys: Sequence[ChunkKey], keep: Container[ChunkKey]
+    ) -> dict[int, list[int]]:
         """Evict as many chunks of each size class as `keys` lack slots; their slots, by class."""
         if not self._many:
             missing = len(keys) - self.slots.num_free(0)
-            return {0: self._evict(0, missing)} if missing > 0 else {}
-        counts: dict[int, int] = {}
-        for key in keys:
-            size_class = self.class_of(key)
-            counts[size_class] = counts.get(size_class, 0) + 1
+            return {0: self._evict(0, missing, keep)} if missing > 0 else {}
+        counts: Counter[int] = Counter(map(self.class_of, keys))
+        slots = self.slots
+        needed = self._extents_needed(counts)
+        left = slots.num_spare_extents - sum(needed.values())
         room: dict[int, list[int]] = {}
         for size_class, count in counts.items():
-            missing = count - self.slots.num_free(size_class)
+            # Extents go first to those that have nothing to evict; the others share the rest.
+            lacking = count - slots.num_owned_free(size_class)
+            more = min(max(0, left), slots.extents_for(size_class, lacking) - needed[size_class])
+            left -= more
+            missing = lacking - (needed[size_class] + more) * slots.per_extent(size_class)
             if missing > 0:
-                room[size_class] = self._evict(size_class, missing)
+                room[size_class] = self._evict(size_class, missing, keep)
         return room
+
+    def _extents_needed(self, counts: Mapping[int, int]) -> dict[int, int]:
+        """Extents each class lacks for `counts` when it has evicted what it can."""
+        slots = self.slots
+        return {
+            c: slots.extents_for(c, n - slots.num_owned_free(c) - slots.num_evictable(c))
+            for c, n in counts.items()
+        }
+
+    def fits(self, counts: Mapping[int, int]) -> bool:
+        """Whether `allocate` has so many slots of each size class at once, without stealing."""
+        return sum(self._extents_needed(counts).values()) <= self.slots.num_spare_extents
+
+    def reclaim(self, counts: Mapping[int, int]) -> bool:
+        """Take unused extents from other classes until `counts` fit; whether any was taken.
+
+        Bounded: what is still missing is for another call.
+        """
+        for num_taken in range(_MAX_RECLAIMED):
+            short = [c for c, n in self._extents_needed(counts).items() if n]
+            if self.fits(counts) or not any(map(self._steal_extent, short)):
+                return num_taken > 0
+        return True
 
     def make_ready(self, key: ChunkKey, slot: int) -> None:
         """The bytes of `key` are in its slot, and its policy may name it as a victim."""
         self.slots.set_state(slot, SlotState.READY)
         self._policies[self.class_of(key)].on_insert(key)
 
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
+    def touch(self, keys: Reversible[ChunkKey]) -> None:
         """`keys`, a prefix from the root on, were used; the deepest ends up the oldest of them."""
         find = self.table.get
         states = self.slots.states
@@ -176,16 +212,16 @@ class Pool:
         used = sum(slots.num_taken(c) * size for c, size in enumerate(slots.slot_bytes))
         return used, slots.num_extents * slots.extent_bytes
 
-    def _evict(self, size_class: int, count: int) -> list[int]:
+    def _evict(self, size_class: int, count: int, keep: Container[ChunkKey]) -> list[int]:
         """Evict up to `count` unpinned chunks, coldest first; their slots, FILLING by now."""
         slots, policy = self.slots, self._policies[size_class]
         if slots.num_evictable(size_class) == 0:
             return []
-        find, pins = self.table.get, slots.pins
+        shards, pins = self.table.shards, slots.pins
         victims: list[ChunkKey] = []
         skipped: list[ChunkKey] = []
         for key in policy.victims():
-            if pins[find(key)]:
+            if pins[shards[hash(key) >> SHARD_SHIFT].get(key, -1)] or key in keep:
                 skipped.append(key)
                 if len(skipped) == _MAX_SKIPPED:
                     break
@@ -198,15 +234,12 @@ class Pool:
         return self._leave(victims, policy)
 
     def _leave(self, victims: Sequence[ChunkKey], policy: EvictionPolicy) -> list[int]:
-        pop, recycle, on_evict = self.table.pop, self.slots.recycle, policy.on_evict
+        shards, on_evict = self.table.shards, policy.on_evict
         freed: list[int] = []
         for key in victims:
-            slot = pop(key)
-            if slot < 0:
-                raise Bug("a policy named a victim that is not resident")
+            freed.append(shards[hash(key) >> SHARD_SHIFT].pop(key))
             on_evict(key)
-            recycle(slot)
-            freed.append(slot)
+        self.slots.recycle(freed)
         if victims:
             self._on_evict(victims)
         return freed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum, IntEnum
 
 from undercroft.keys import ChunkKey
@@ -89,8 +89,10 @@ class Request:
         "finished",
         "holds",
         "id",
+        "limits",
         "loaded",
         "loading",
+        "num_promoted_before",
         "num_storing",
         "position_of",
         "promoted",
@@ -111,18 +113,22 @@ class Request:
         self.holds: dict[int, ChunkKey] = {}
         """Slots this request pinned because a lookup said HIT, or a promotion for it arrived."""
         self.loading: dict[ChunkKey, int] = {}
-        self.loaded: list[ChunkKey] = []
+        self.loaded: dict[ChunkKey, None] = {}
         """Keys of its last load, in prefix order."""
         self.promoted: dict[ChunkKey, str] = {}
         """Keys read from a lower level for this request, and the level's name."""
         self.denied: set[ChunkKey] = set()
         """Keys this request is told MISS for, whatever a lower level may have."""
+        self.limits: dict[object, int] = {}
+        """By walk: the last position whose chunk can be part of the hit; MISS beyond."""
         self.chain: list[ChunkKey] = []
         """Keys loaded or stored, in order; lower levels are told leaf first when it ends."""
         self.deadline_s: float | None = None
         """When PENDING turns into MISS; None while nothing is waited for."""
         self.admit_by_s = 0.0
         """When a restore stops waiting for its turn and takes what fits."""
+        self.num_promoted_before = -1
+        """How many were promoted when its deadline was set last; -1: no read was started."""
         self.num_storing = 0
         self.queued = False
         self.finished = False
@@ -132,6 +138,20 @@ class Request:
         self.step = step
         self.walks.clear()
         self.walk_id = None
+
+    def in_order(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """`keys` in prefix order over all groups, if their positions are known."""
+        ordered, position_of = list(keys), self.position_of
+        if ordered and position_of(ordered[0]) is not None:
+            ordered.sort(key=lambda key: position_of(key) or 0)
+        return ordered
+
+    def denies(self, key: ChunkKey, walk_id: object) -> bool:
+        """Whether `key` is not to be fetched for this request."""
+        if key in self.denied:
+            return True
+        limit = self.limits.get(walk_id) if self.limits else None
+        return limit is not None and (self.position_of(key) or 0) > limit
 
     def walk(self, walk_id: object) -> Walk:
         """The pass the engine is on for `walk_id`; a switch of group begins a new pass."""

@@ -8,12 +8,20 @@ it, so restores do not evict each other, and no byte is read for a key beyond th
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from undercroft.hierarchy.counters import Counters
+from undercroft.hierarchy.cut import (
+    common_end,
+    cut_at,
+    deny_all,
+    from_root,
+    least_end,
+    positions_below,
+)
 from undercroft.hierarchy.level import Level
 from undercroft.hierarchy.outcome import Done, Op
 from undercroft.hierarchy.pool import Pool
@@ -40,6 +48,8 @@ class Restores:
             its reads if that is longer.
         view_of: The bytes of a slot.
         hold: Pins a READY slot for a request until it loads, ends, or runs out of time.
+        let_go: Takes such pins away again, where there are any.
+        make_room: Makes evictable what requests other than the named one keep for themselves.
         num_busy_slots: Slots that stores, loads and cascades will let go of by themselves.
         on_arrival: Told each chunk that is readable in level 0 from now on.
     """
@@ -53,6 +63,8 @@ class Restores:
         deadline_s: float,
         view_of: Callable[[int], memoryview],
         hold: Callable[[Request, int, ChunkKey], None],
+        let_go: Callable[[Request, Sequence[int]], None],
+        make_room: Callable[[str], bool],
         num_busy_slots: Callable[[], int],
         on_arrival: Callable[[ChunkKey], None],
         counters: Counters,
@@ -63,6 +75,8 @@ class Restores:
         self.deadline_s = deadline_s
         self._view_of = view_of
         self._hold = hold
+        self._let_go = let_go
+        self._make_room = make_room
         self._num_busy_slots = num_busy_slots
         self._on_arrival = on_arrival
         self._counters = counters
@@ -110,6 +124,7 @@ class Restores:
             if request.deadline_s is None:
                 request.deadline_s = now_s + self.deadline_s
                 request.admit_by_s = now_s + self.deadline_s / 2
+                request.num_promoted_before = -1
 
     def leave(self, request: Request) -> None:
         """`request` wants nothing any more; what is on its way arrives unpinned."""
@@ -125,23 +140,40 @@ class Restores:
             wanted = self._wanted(request)
             if not wanted:
                 continue
-            if self._fits(wanted):
+            fits = self._fits_by(request, wanted, now_s)
+            if fits or (self._make_room(request.id) and self._fits_by(request, wanted, now_s)):
                 self._start(request, wanted, now_s)
             elif now_s < request.admit_by_s and self._others_hold(request):
                 # Whoever came first will let go soon.
                 return
             else:
-                self._trim(request, wanted, now_s)
+                self._trim(request, now_s)
 
     def _wanted(self, request: Request) -> list[ChunkKey]:
         """Keys to read so that the walks of this step end in hits; empty if they cannot."""
         wanted: list[ChunkKey] = []
+        position_of = request.position_of
         for walk in request.walks.values():
-            usable = walk.usable(request.position_of)
+            usable = walk.usable(position_of)
             if not usable:
                 return []
             wanted += [walk.keys[i] for i in usable if walk.answers[i] == Answer.BELOW]
+        if len(request.walks) > 1:
+            end = common_end(request)
+            if end is not None and end < least_end(list(request.walks.values()), position_of):
+                deny_all(request)
+                return []
+            if end is not None and cut_at(request, end):
+                return []  # walked again in the next step, over what all groups can have
         return [key for key in dict.fromkeys(wanted) if self._pool.find(key) < 0]
+
+    def _fits_by(self, request: Request, keys: Sequence[ChunkKey], now_s: float) -> bool:
+        counts = self._by_class(keys)
+        if self._fits(counts):
+            return True
+        if now_s >= request.admit_by_s or len(self._pool.slots.slot_bytes) == 1:
+            return False
+        return self._pool.reclaim(counts) and self._fits(counts)
 
     def _by_class(self, keys: Sequence[ChunkKey]) -> dict[int, int]:
         counts: dict[int, int] = {}
@@ -151,11 +183,24 @@ class Restores:
         return counts
 
     def _room(self, size_class: int) -> int:
-        share = int(self._pool.slots.capacity(size_class) * self._share_ratio)
-        return min(self._pool.available(size_class), max(1, share))
+        slots = self._pool.slots
+        share = self._share_left_bytes() // slots.slot_bytes[size_class]
+        return min(self._pool.available(size_class), share)
 
-    def _fits(self, keys: Sequence[ChunkKey]) -> bool:
-        return all(n <= self._room(c) for c, n in self._by_class(keys).items())
+    def _share_left_bytes(self) -> int:
+        """What restores may still take of their share; one chunk they always may."""
+        slots = self._pool.slots
+        share = int(slots.num_extents * slots.extent_bytes * self._share_ratio)
+        held: set[int] = set()
+        if self._share_ratio < 1:
+            held = {promotion.slot for promotion in self._by_ticket.values()}
+            for request in self._queue.values():
+                held.update(slot for slot, key in request.holds.items() if key in request.promoted)
+        return max(share, *slots.slot_bytes) - sum(map(slots.size, held))
+
+    def _fits(self, counts: Mapping[int, int]) -> bool:
+        num_bytes = sum(n * self._pool.slots.slot_bytes[c] for c, n in counts.items())
+        return num_bytes <= self._share_left_bytes() and self._pool.fits(counts)
 
     def _others_hold(self, request: Request) -> bool:
         if self._num_busy_slots():
@@ -164,55 +209,68 @@ class Restores:
             return True
         return any(other is not request and other.holds for other in self._queue.values())
 
-    def _trim(self, request: Request, wanted: list[ChunkKey], now_s: float) -> None:
+    def _longest_prefix(self, request: Request, walk: Walk) -> list[ChunkKey]:
+        """Cut a walk from the root where it stops fitting; the keys to read before the cut.
+
+        Hits beyond the cut are of no use without what comes before: their slots count as room, and
+        are let go of.
+        """
+        usable = walk.usable(request.position_of)
+        room = self._room(self._pool.class_of(walk.keys[0]))
+        held = [self._pool.find(k) in request.holds for k in walk.keys]
+        below = [a == Answer.BELOW for a in walk.answers]
+        spare = sum(held[i] for i in usable)
+        needed, cut = 0, len(usable)
+        for i in usable:
+            spare -= held[i]
+            needed += below[i]
+            if needed > room + spare:
+                cut = i
+                break
+        if cut < len(walk.keys):
+            request.denied.add(walk.keys[cut])
+            self._let_go(request, [self._pool.find(k) for k in walk.keys[cut:]])
+        return [walk.keys[i] for i in range(cut) if below[i]]
+
+    def _trim(self, request: Request, now_s: float) -> None:
         """Deny what does not fit. With one walk from the root the rest is read at once."""
         walks = list(request.walks.values())
-        room = {c: self._room(c) for c in self._by_class(wanted)}
         if len(walks) == 1 and not walks[0].descends(request.position_of):
-            taken: list[ChunkKey] = []
-            for key in wanted:
-                size_class = self._pool.class_of(key)
-                if room[size_class] == 0:
-                    request.denied.add(key)
-                    break
-                room[size_class] -= 1
-                taken.append(key)
-            if taken:
-                self._start(request, taken, now_s)
+            self._start(request, self._longest_prefix(request, walks[0]), now_s)
             return
         # Several groups must be cut at the same token. Nothing is read yet: the engine walks again
         # next step over the shorter prefix, and groups walked from the end ask for other keys.
         self._cut_walks(request, walks)
 
     def _cut_walks(self, request: Request, walks: list[Walk]) -> None:
-        descending = [w for w in walks if w.descends(request.position_of) or len(w.keys) == 1]
-        ascending = [w for w in walks if w not in descending]
-        cut = self._cut_position(request, ascending, descending)
-        if cut is None:
-            for walk in walks:
-                request.denied.update(walk.keys)
-            return
-        for walk in ascending:
-            beyond = (k for k in walk.keys if (request.position_of(k) or 0) >= cut)
-            request.denied.update(islice(beyond, 1))
+        position_of = request.position_of
+        windows = [w for w in walks if not from_root(w, position_of)]
+        in_windows = [w.keys[i] for w in windows for i in w.usable(position_of)]
+        window_counts = Counter(map(self._pool.class_of, in_windows))
+        below = [
+            (self._pool.class_of(walk.keys[0]), positions_below(walk, position_of))
+            for walk in walks
+            if from_root(walk, position_of)
+        ]
 
-    def _cut_position(
-        self, request: Request, ascending: list[Walk], descending: list[Walk]
-    ) -> int | None:
-        """The token at which the prefix stops fitting, the windows' share set aside."""
-        window = self._by_class([key for walk in descending for key in walk.keys])
-        sharing = Counter(self._pool.class_of(walk.keys[0]) for walk in ascending)
-        cuts: list[int] = []
-        for walk in ascending:
-            size_class = self._pool.class_of(walk.keys[0])
-            room = self._room(size_class) - window.get(size_class, 0)
-            below = [i for i, answer in enumerate(walk.answers) if answer == Answer.BELOW]
-            fitting = max(0, room) // sharing[size_class]
-            if fitting < len(below):
-                position = request.position_of(walk.keys[below[fitting]])
-                if position is not None:
-                    cuts.append(position)
-        return min(cuts, default=None)
+        def fits_up_to(end: int) -> bool:
+            counts = window_counts.copy()
+            for size_class, positions in below:
+                counts[size_class] += bisect_right(positions, end)
+            return self._fits(counts)
+
+        least = least_end(walks, position_of)
+        ends = sorted({end for _, positions in below for end in positions if end >= least})
+        num_fitting = 0
+        num_not = len(ends) + 1
+        while num_not - num_fitting > 1:
+            middle = (num_fitting + num_not) // 2
+            if fits_up_to(ends[middle - 1]):
+                num_fitting = middle
+            else:
+                num_not = middle
+        if not (num_fitting and cut_at(request, ends[num_fitting - 1])):
+            deny_all(request)
 
     def _start(self, request: Request, keys: Sequence[ChunkKey], now_s: float) -> None:
         levels: list[Level] = []
@@ -229,12 +287,7 @@ class Restores:
             _Promotion(key, slot, level, [request])
             for key, slot, level in zip(keys, slots, levels, strict=False)
         ]
-        total_bytes = sum(map(self._pool.slots.size, slots))
-        deadline_s = now_s + self.deadline_s
-        if started:
-            predicted_s = total_bytes * (started[0].level.transfers.s_per_byte(Op.READ) or 0.0)
-            deadline_s = max(deadline_s, now_s + 2 * predicted_s)
-        request.deadline_s = deadline_s
+        deadline_s = self._extend(request, started, now_s)
         for promotion in started:
             ticket = promotion.level.transfers.read(
                 promotion.key, self._view_of(promotion.slot), deadline_s
@@ -242,13 +295,30 @@ class Restores:
             self._by_ticket[promotion.level.name, ticket] = promotion
             self._by_key[promotion.key] = promotion
 
+    def _extend(self, request: Request, started: list[_Promotion], now_s: float) -> float:
+        """The request's deadline now: later than before only if the last reads brought something.
+
+        Else a tier that fails slowly would keep a request waiting once per chunk it has.
+        """
+        deadline_s = request.deadline_s
+        if deadline_s is None or (started and len(request.promoted) > request.num_promoted_before):
+            request.num_promoted_before = len(request.promoted)
+            predicted_s = 0.0
+            for promotion in started:
+                s_per_byte = promotion.level.transfers.s_per_byte(Op.READ) or 0.0
+                predicted_s += s_per_byte * self._pool.slots.size(promotion.slot)
+            deadline_s = now_s + max(self.deadline_s, 2 * predicted_s)
+        request.deadline_s = deadline_s
+        return deadline_s
+
     def settle(self, level: Level, done: Done) -> None:
         """Book the end of one read."""
         promotion = self._by_ticket.pop((level.name, done.ticket), None)
         if promotion is None:
             return
-        self._by_key.pop(promotion.key, None)
         key, slot, outcome = promotion.key, promotion.slot, done.outcome
+        if self._by_key.get(key) is promotion:
+            del self._by_key[key]
         if self._pool.find(key) != slot:  # voided by a reset while on its way
             self._release(level, done, slot)
             return

@@ -133,6 +133,24 @@ class Slots:
         owned = self._owned_extents[size_class] * self._per_extent[size_class]
         return whole + owned - self._num_taken[size_class]
 
+    @property
+    def num_spare_extents(self) -> int:
+        """Extents that any class may still take."""
+        return self._usable_extents - self._next_fresh + len(self._free_extents)
+
+    def num_owned_free(self, size_class: int) -> int:
+        """Free slots in the extents that `size_class` has."""
+        owned = self._owned_extents[size_class] * self._per_extent[size_class]
+        return owned - self._num_taken[size_class]
+
+    def per_extent(self, size_class: int) -> int:
+        """Slots of `size_class` in one extent."""
+        return self._per_extent[size_class]
+
+    def extents_for(self, size_class: int, num_slots: int) -> int:
+        """Extents that hold `num_slots` of `size_class`; 0 for none or less."""
+        return max(0, -(-num_slots // self._per_extent[size_class]))
+
     def num_evictable(self, size_class: int) -> int:
         """READY slots of `size_class` without a pin."""
         return self._num_ready_unpinned[size_class]
@@ -177,12 +195,14 @@ class Slots:
             self._partial[size_class][extent] = None
         return extent
 
-    def recycle(self, slot: int) -> None:
-        """Make an unpinned READY slot FILLING, for another chunk of the same size."""
-        if self.states[slot] != _READY or self.pins[slot]:
-            raise Bug(f"slot {slot} recycled in state {self.states[slot]}")
-        self._num_ready_unpinned[self._extent_class[slot // self._stride]] -= 1
-        self.states[slot] = _FILLING
+    def recycle(self, slots: Sequence[int]) -> None:
+        """Make unpinned READY slots FILLING, for other chunks of the same sizes."""
+        states, pins = self.states, self.pins
+        for slot in slots:
+            if states[slot] != _READY or pins[slot]:
+                raise Bug(f"slot {slot} recycled in state {states[slot]}")
+            self._num_ready_unpinned[self._extent_class[slot // self._stride]] -= 1
+            states[slot] = _FILLING
 
     def give_back(self, slot: int) -> None:
         """Make a slot FREE. It must be unpinned."""

@@ -293,6 +293,11 @@ class Transfers:
         return self._queue.write_bytes
 
     @property
+    def max_queued_write_bytes(self) -> int:
+        """The bound on `queued_write_bytes`."""
+        return self._max_queued_write_bytes
+
+    @property
     def num_running(self) -> int:
         """Moves that a thread is in, those past their deadline included."""
         return self._num_running

@@ -8,7 +8,8 @@ A tier's test is a subclass::
 
 `TierSuite` is for all; the others are for tiers with that ability, and a test fails if one that
 applies is left out. `VerifiedSuite` is for tiers that find out when their bytes were changed;
-it needs the raw hooks, which reach the stored bytes past the tier.
+it needs the raw hooks, which reach the stored bytes past the tier. `DurableSuite` is for tiers
+whose chunks outlive the process.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from undercroft.tiers.base import Bounded, Epochal, Indexed, Tier
 
 __all__ = [
     "BoundedSuite",
+    "DurableSuite",
     "EpochalSuite",
     "IndexedSuite",
     "TierSuite",
@@ -445,3 +447,48 @@ class VerifiedSuite(TierSuite):
         assert self.raw_get(tier, key) is not None
         tier.delete(key)
         assert self.raw_get(tier, key) is None
+
+
+class DurableSuite(TierSuite):
+    """For tiers whose chunks are still there after `close` and `make` with the same path."""
+
+    def test_chunks_outlive_the_tier(self, tmp_path: Path) -> None:
+        """What was written reads back after a restart; what was deleted does not."""
+        keys = [key_of(i) for i in range(6)]
+        tier = self.make(tmp_path, self.capacity_bytes)
+        for key in keys:
+            tier.write_from(key, self.chunk(key))
+        tier.delete(keys[3])
+        used_bytes = tier.used_bytes() if isinstance(tier, Bounded) else 0
+        tier.close()
+        again = self.make(tmp_path, self.capacity_bytes)
+        for key in keys:
+            there = key != keys[3]
+            assert again.contains(key) == there
+            assert self.read(again, key) == (self.chunk(key) if there else None)
+            if isinstance(again, Indexed):
+                assert again.has(key) == there
+        if isinstance(again, Indexed):
+            assert sorted(again.evictable()) == sorted(
+                (key, self.chunk_bytes) for key in keys if key != keys[3]
+            )
+        if isinstance(again, Bounded):
+            assert again.used_bytes() == used_bytes
+        again.close()
+
+    def test_a_new_epoch_outlives_the_tier(self, tmp_path: Path) -> None:
+        """What was made void stays void after a restart."""
+        tier = self.make(tmp_path, self.capacity_bytes)
+        if not isinstance(tier, Epochal):
+            tier.close()
+            return
+        key = key_of("void")
+        tier.write_from(key, self.chunk(key))
+        raised = tier.raise_epoch()
+        tier.close()
+        again = self.make(tmp_path, self.capacity_bytes)
+        assert isinstance(again, Epochal)
+        assert again.epoch() == raised
+        assert not again.contains(key)
+        assert self.read(again, key) is None
+        again.close()

@@ -28,7 +28,7 @@ that "written by a later version" can be told from "damaged".
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
@@ -47,8 +47,7 @@ _CHECK_AT = HEADER_BYTES - _CHECK.size
 _REST = bytes(_CHECK_AT - _FIELDS.size)
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """What a chunk's header says about it."""
 
     key: bytes

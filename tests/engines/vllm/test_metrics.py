@@ -184,8 +184,8 @@ def test_the_reference_lists_every_reason():
     text = "".join(path.read_text() for path in (source / "hierarchy").glob("*.py"))
     found = set(re.findall(r'_miss\([^)]*"(\w+)"\)', text))
     found |= set(re.findall(r'lookup_misses\["(\w+)"\]', text))
-    found |= set(re.findall(r'_decline\("(\w+)"\)', text))
-    found |= set(re.findall(r'declined_chunks\["\w+:(\w+)"\]', text))
+    found |= set(re.findall(r'_decline\("(\w+)"', text))
+    found |= set(re.findall(r'declined_chunks\[f?"[\w{}.]+:(\w+)"\]', text))
     found |= set(re.findall(r'dropped_chunks\[[^\]]*"(\w+)"\]', text))
     assert {"absent", "full", "backpressure", "copy_failed", "vanished"} <= found
     page = PAGE.read_text()

@@ -1,4 +1,3 @@
-import pickle
 import threading
 import time
 from typing import Any
@@ -471,17 +470,6 @@ def test_a_mover_that_breaks_down_keeps_nobody_waiting(monkeypatch: Any) -> None
     with pytest.raises(Bug, match="stopped"):
         bench.worker.submit_load(3, bench.slots([2]), bench.blocks([2]))
     bench.worker.shutdown()
-
-
-def test_a_slot_spec_travels_between_processes() -> None:
-    """It is pickled from scheduler to worker; and it refuses counts that do not add up."""
-    spec = pickle.loads(pickle.dumps(SlotSpec(np.array([4096, 0]), (1, 1), 12)))
-    assert spec.offsets.tolist() == [4096, 0]
-    assert spec.offsets.dtype == np.int64
-    assert (spec.group_chunks, spec.store_id) == ((1, 1), 12)
-    assert "store_id=12" in repr(spec)
-    with pytest.raises(Bug, match="offsets"):
-        SlotSpec([0], (1, 1))
 
 
 def test_tensors_that_cannot_be_copied_are_refused_at_construction() -> None:

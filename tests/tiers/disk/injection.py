@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from undercroft.tiers.disk.files import Files
@@ -123,7 +124,7 @@ class FaultyFiles(Files):
 
 
 def flip_file(fd: int, at: int) -> None:
-    with open(f"/proc/self/fd/{fd}", "r+b", buffering=0) as file:
+    with Path(f"/proc/self/fd/{fd}").open("r+b", buffering=0) as file:
         file.seek(at)
         (byte,) = file.read(1)
         file.seek(at)
@@ -155,7 +156,7 @@ class KillingFiles(Files):
         if choice < 0.4:
             return
         try:
-            with open(f"/proc/self/fd/{fd}", "r+b", buffering=0) as file:
+            with Path(f"/proc/self/fd/{fd}").open("r+b", buffering=0) as file:
                 for start in range(0, len(old), 512):
                     if choice < 0.6 or self.random.random() < 0.5:
                         file.seek(offset + start)
@@ -175,7 +176,7 @@ class KillingFiles(Files):
 
     def remember(self, fd: int, num_bytes: int, offset: int) -> None:
         if self.power:
-            with open(f"/proc/self/fd/{fd}", "rb", buffering=0) as file:
+            with Path(f"/proc/self/fd/{fd}").open("rb", buffering=0) as file:
                 file.seek(offset)
                 self.unsynced.append((fd, offset, file.read(num_bytes)))
 

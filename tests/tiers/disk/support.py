@@ -80,4 +80,4 @@ def files(path: Path | str, suffix: str) -> list[Path]:
 
 
 def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))

@@ -4,6 +4,7 @@ import mmap
 import os
 import stat
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def test_the_free_space_floor_is_respected(tmp_path: Path) -> None:
 
 
 def test_sizes_compete_without_starving(tmp_path: Path) -> None:
-    """A size that holds nothing must get room from one that holds all; empty segments are re-cut."""
+    """A size that holds nothing must get room from one that holds all; empty ones are re-cut."""
     tier = disk(tmp_path, capacity_bytes=1 << 20)
     small = 0
     while tier.free_chunks(4096):
@@ -173,6 +174,7 @@ def test_raising_the_epoch_voids_everything_for_good(tmp_path: Path) -> None:
     assert right(other, 3)
     assert tier.raise_epoch() == tier.epoch() == 2
     assert not any(right(tier, n) or tier.has(key(n)) for n in range(20))
+    time.sleep(0.002)  # its bound for loads is 1 ms
     assert not any(right(other, n) for n in range(20))
     assert other.epoch() == 2
     assert tier.free_chunks(4096) == promised
@@ -308,7 +310,7 @@ def test_many_threads_on_the_same_keys(tmp_path: Path) -> None:
     def work(seed: int) -> int:
         random, hits = np.random.default_rng(seed), 0
         for number, verb in zip(
-            random.integers(0, promised, 300), random.random(300), strict=True
+            random.integers(0, promised - 8, 300), random.random(300), strict=True
         ):
             if verb < 0.4:
                 put(tier, int(number))

@@ -92,11 +92,12 @@ def copy_pages(
     orders = [(target_offsets.ravel(), source_offsets.ravel())]
     if 1 not in target_offsets.shape:
         orders.append((target_offsets.T.ravel(), source_offsets.T.ravel()))
-    cuts = [_even_runs(to, of) for to, of in orders]
-    best = min(range(len(cuts)), key=lambda index: len(cuts[index]))
+    turns = [_turns(to, of) for to, of in orders]
+    best = min(range(len(turns)), key=lambda index: turns[index].size)
     to, of = orders[best]
-    starts = cuts[best]
-    if to.size * page_bytes >= _MIN_RUN_BYTES * len(starts) or page_bytes >= _MIN_RUN_BYTES:
+    has_runs = turns[best].size <= to.size // 2
+    starts = _run_starts(turns[best]) if has_runs else list(range(to.size))
+    if to.size * page_bytes >= _MIN_RUN_BYTES * len(starts):
         yield from _copy_runs(target, to, source, of, page_bytes, starts)
     else:
         yield from _copy_tiles(target, to, source, of, page_bytes)
@@ -130,17 +131,19 @@ def _check(span: Span, offsets: Offsets, page_bytes: int) -> None:
         )
 
 
-def _even_runs(to: Offsets, of: Offsets) -> list[int]:
-    """Starts of runs in which both sides advance evenly; greedy, so at most twice the fewest."""
-    if to.size == 1:
-        return [0]
+def _turns(to: Offsets, of: Offsets) -> Offsets:
+    """Indices of pages whose step to the next page differs from the step that led to them."""
     to_steps, of_steps = np.diff(to), np.diff(of)
-    changes = np.flatnonzero((np.diff(to_steps) != 0) | (np.diff(of_steps) != 0)) + 1
+    return np.flatnonzero((np.diff(to_steps) != 0) | (np.diff(of_steps) != 0)) + 1
+
+
+def _run_starts(turns: Offsets) -> list[int]:
+    """Starts of runs in which both sides advance evenly; greedy, so at most twice the fewest."""
     starts = [0]
-    for change in changes.tolist():
-        # Page `change` ends a run; the step that leads from it to the next page differs.
-        if change + 1 > starts[-1] + 1:
-            starts.append(change + 1)
+    for turn in turns.tolist():
+        # A run ends at a turn, and the odd step leads to the start of the next one.
+        if turn > starts[-1]:
+            starts.append(turn + 1)
     return starts
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from vllm.version import __version__ as vllm_version
 from undercroft.clock import Clock, SystemClock
 from undercroft.config import check_served, from_engine, to_json
 from undercroft.engines.assemble import Geometry, assemble, check_plugins, tokens_that_fit
+from undercroft.engines.vllm.facts import leave_facts, take_facts
 from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, group_key
 from undercroft.engines.vllm.metrics import metric_definitions
 from undercroft.engines.vllm.worker import CpuWorker, chunk_payload_bytes
@@ -43,10 +45,20 @@ from undercroft.settings import check_host_bytes, check_sizes, format_bytes, hos
 
 __all__ = ["UndercroftSpec"]
 
-_LOG = logging.getLogger("vllm.undercroft")
+_LOG = logging.getLogger(__name__)
 _PAGE = SLOT_ALIGNMENT_BYTES
 _KV_FORMAT = 1
 """Raised when the bytes this adapter stores for a chunk change."""
+
+
+def _log_where_vllm_logs() -> None:
+    """Our lines go where vLLM's go, unless the user set up loggers of their own."""
+    ours, theirs = logging.getLogger("undercroft"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.getEffectiveLevel())
+        ours.propagate = False
 
 
 class _RegionWorker(CpuWorker):
@@ -100,6 +112,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
+        _log_where_vllm_logs()
         self._engine = from_engine(config)
         check_served(self._engine.config)
         self._settings = load(config.extra_config, environ=os.environ)
@@ -141,6 +154,8 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
             deadline_s=self._settings.join_deadline_s,
             clock=self._clock,
         )
+        if self._engine.config.parallel.rank == 0:
+            leave_facts(region.buffer)
         return _RegionWorker(
             kv_caches, region, self.blocks_per_chunk, self._settings.join_deadline_s, self._clock
         )
@@ -164,7 +179,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
             hierarchy = assemble(
                 settings,
                 geometry,
-                namespace=self._namespace(geometry),
+                namespace=self._namespace(geometry, take_facts(region.buffer)),
                 buffer=region.buffer,
                 clock=self._clock,
                 num_replicas=config.parallel.data_parallel_size,
@@ -207,12 +222,16 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
             group_of=group_of,
         )
 
-    def _namespace(self, geometry: Geometry) -> Namespace:
+    def _namespace(self, geometry: Geometry, model: Mapping[str, Any]) -> Namespace:
         config = self._engine.config
+        revision = model.get("model", {}).get("revision")
         fingerprint = weights_fingerprint(
-            config.model.name, model_id=self._settings.model_id, environ=os.environ
+            config.model.name,
+            model_id=self._settings.model_id,
+            revision=None if revision == "None" else revision,
+            environ=os.environ,
         )
-        hashed = key_hash(None, os.environ)
+        hashed = key_hash(model.get("cache", {}).get("prefix_caching_hash_algo"), os.environ)
         for note in (fingerprint.note, hashed.note):
             if note:
                 _LOG.warning("undercroft: %s", note)
@@ -223,6 +242,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
             kv_format=_KV_FORMAT,
             chunk_bytes=dict(zip(ids, geometry.chunk_bytes, strict=True)),
             key_hash=hashed,
+            model=model,
         )
         made = namespace(self._engine, fingerprint, facts)
         _LOG.info("undercroft: key space %s (engines that share chunks print the same)", made.id)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 
 import numpy as np
 
@@ -23,32 +23,35 @@ def is_aligned(buffer: memoryview) -> bool:
     """Whether direct I/O may use `buffer` as it is: address and length in whole pages."""
     if not len(buffer) or len(buffer) % PAGE_BYTES:
         return False
-    address: int = np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0]
+    if buffer.readonly:
+        address: int = np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0]
+    else:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     return address % PAGE_BYTES == 0
 
 
 class AlignedPool:
     """Page-aligned scratch buffers, kept for the next user.
 
-    Bound: one buffer per thread inside `borrow`, and 64 MiB kept between uses.
+    Bound: those taken and not given back, and 64 MiB kept between uses.
     """
 
     def __init__(self) -> None:
         self._kept: dict[int, list[memoryview]] = {}
         self._kept_bytes = 0
 
-    @contextmanager
-    def borrow(self, num_bytes: int) -> Iterator[memoryview]:
-        """`num_bytes` of page-aligned memory holding anything, until the block ends."""
-        kept = self._kept.setdefault(num_bytes, [])
-        try:
-            buffer = kept.pop()
-            self._kept_bytes -= num_bytes
-        except IndexError:
-            buffer = memoryview(mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        try:
-            yield buffer
-        finally:
-            if self._kept_bytes + num_bytes <= _MAX_KEPT_BYTES:
-                self._kept_bytes += num_bytes
-                kept.append(buffer)
+    def take(self, num_bytes: int) -> memoryview:
+        """`num_bytes` of page-aligned memory holding anything; to be given back."""
+        kept = self._kept.get(num_bytes)
+        if kept:
+            with suppress(IndexError):
+                buffer = kept.pop()
+                self._kept_bytes -= num_bytes
+                return buffer
+        return memoryview(mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+    def give(self, buffer: memoryview) -> None:
+        """Give back what `take` gave; nobody may use it any more."""
+        if self._kept_bytes + len(buffer) <= _MAX_KEPT_BYTES:
+            self._kept_bytes += len(buffer)
+            self._kept.setdefault(len(buffer), []).append(buffer)

@@ -32,6 +32,7 @@ class EpochFile:
         self.path = path
         self._files = files
         self._fd = -1
+        self._last: tuple[bytes, int] = (b"never read", 0)
 
     def open(self, *, read_only: bool) -> None:
         """Open, and unless `read_only` create, the file."""
@@ -48,10 +49,17 @@ class EpochFile:
     def read(self) -> int | None:
         """The epoch, at least 1; None if the file is empty or damaged."""
         data = self._files.pread(self._fd, _FIELDS.size, 0)
+        last_data, last_epoch = self._last
+        if data == last_data:
+            return last_epoch
         if len(data) != _FIELDS.size:
             return None
+        epoch: int
         magic, epoch, check = _FIELDS.unpack(data)
-        return epoch if magic == _MAGIC and check == _check(epoch) and epoch > 0 else None
+        if magic != _MAGIC or check != _check(epoch) or epoch == 0:
+            return None
+        self._last = (data, epoch)
+        return epoch
 
     def write(self, epoch: int) -> None:
         """Make `epoch` the epoch, durably, and prove it by reading it back."""

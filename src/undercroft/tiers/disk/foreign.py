@@ -61,11 +61,8 @@ class ForeignSegment(OpenSegment):
         header = parse_header_of(
             page.ljust(PAGE_BYTES, b"\0"), self.header.segment_id, self.header.namespace
         )
-        slots = (
-            None
-            if self.stale or header.generation != self.header.generation
-            else (changed_slots(page, self._next))
-        )
+        # A change without the item that should come next: items were lost, or the owner is new.
+        slots = None if self.stale else (changed_slots(page, self._next) or None)
         if slots is None:
             sighting = Sighting(None, [self._disk_entries(files, 0, header.num_slots)])
         else:

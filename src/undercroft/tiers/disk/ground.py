@@ -34,6 +34,7 @@ class Ground:
     holdings: Holdings
     limits: Limits
     usage: Usage = field(default_factory=Usage)
+    num_looks: int = 0
     free_bytes: int = 0
     num_adopted: int = 0
     num_damaged: int = 0
@@ -42,6 +43,7 @@ class Ground:
 
     def look(self) -> None:
         """Look at the disk anew."""
+        self.num_looks += 1
         self.usage = self.root.usage()
         self.free_bytes = self.files.free_bytes(self.root.path)
 

@@ -49,7 +49,7 @@ class Holdings:
         self._writing: set[bytes] = set()
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._own_keys or key in self._foreign_keys
+        return key in self._own_keys or (bool(self.foreign) and key in self._foreign_keys)
 
     def __len__(self) -> int:
         return len(self._own_keys)
@@ -167,23 +167,29 @@ class Holdings:
             self._sequence = max(self._sequence, segment.newest)
         if entries is None:
             return
-        slots, sequences = entries.slots.tolist(), entries.sequences.tolist()
+        slots = entries.slots[current]
+        places = (slots + (segment.number << 32)).tolist()
+        keys = [entries.keys[index] for index in current]
         for start in range(0, len(current), _BATCH):
             with self.lock:
                 if self.epoch != epoch or segment.doomed:
                     return
-                for index in current[start : start + _BATCH]:
-                    self._enter(segment, entries.keys[index], slots[index], sequences[index])
+                batch = slice(start, start + _BATCH)
+                self._enter(segment, keys[batch], places[batch])
 
-    def _enter(self, segment: OwnSegment, key: bytes, slot: int, sequence: int) -> None:
-        place = self._own_keys.get(key)
-        if place >= 0:
-            other, at = self.own[place >> 32], place & _SLOT_MASK
-            if int(other.sequences[at]) >= sequence:
+    def _enter(self, segment: OwnSegment, keys: list[bytes], places: list[int]) -> None:
+        get, put = self._own_keys.get, self._own_keys.set
+        for key, place in zip(keys, places, strict=True):
+            old = get(key)
+            if old < 0:
+                put(key, place)
+                continue
+            other, at, slot = self.own[old >> 32], old & _SLOT_MASK, place & _SLOT_MASK
+            if other.sequences[at] >= segment.sequences[slot]:
                 segment.kill(slot)
-                return
-            other.kill(at)
-        self._own_keys.set(key, segment.place(slot))
+            else:
+                other.kill(at)
+                put(key, place)
 
     def drop_own(self, segment: OwnSegment, keys: Sequence[bytes] | None = None) -> bool:
         """Let `segment` go with all it holds; True if its files may be closed at once."""

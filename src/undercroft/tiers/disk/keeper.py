@@ -9,17 +9,15 @@ from __future__ import annotations
 import threading
 
 from undercroft.errors import ConfigError, TierFull
-from undercroft.tiers.disk.buffers import PAGE_BYTES
 from undercroft.tiers.disk.epoch import EpochFile
 from undercroft.tiers.disk.follower import Follower
 from undercroft.tiers.disk.ground import Ground
 from undercroft.tiers.disk.orphans import Orphan, Orphans
 from undercroft.tiers.disk.room import Room
 from undercroft.tiers.disk.segment import OwnSegment
+from undercroft.tiers.disk.usage import NAMESPACE_BYTES
 
 __all__ = ["Keeper"]
-
-_NAMESPACE_BYTES = 4 * PAGE_BYTES
 
 
 class Keeper:
@@ -104,7 +102,7 @@ class Keeper:
     def _make_room_for_namespace(self) -> None:
         """A namespace costs a directory and two files; not even that may exceed the capacity."""
         ground = self.ground
-        while ground.usage.planned_bytes + _NAMESPACE_BYTES > ground.limits.capacity_bytes:
+        while ground.usage.planned_bytes + NAMESPACE_BYTES > ground.limits.capacity_bytes:
             if not self.room.remove_stranger(newcomers=1):
                 raise TierFull(
                     f"{ground.root.path} is full, and its other users are alive: raise the "

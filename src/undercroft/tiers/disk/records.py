@@ -41,18 +41,23 @@ class RecordIo:
         self, fd: int, offset: int, key: bytes, stamp: tuple[int, int], data: memoryview
     ) -> None:
         """Write `data` under a header saying `key` and `stamp`, an (epoch, sequence) pair."""
-        head = frame.Frame(key, self.namespace, *stamp, len(data), frame.checksum(data))
         size = record_bytes(len(data)) - frame.HEADER_BYTES
-        with self.pool.borrow(PAGE_BYTES) as block:
+        head = frame.Frame(key, self.namespace, *stamp, len(data), frame.checksum(data))
+        block = self.pool.take(PAGE_BYTES)
+        bounce = None
+        try:
             frame.pack(head, block)
-            if not self.direct or is_aligned(data):
-                tail = [_ZEROS[: size - len(data)]] if size > len(data) else []
-                self.files.pwritev(fd, [block, data, *tail], offset)
-                return
-            with self.pool.borrow(size) as bounce:
+            buffers = [block, data]
+            if self.direct and not is_aligned(data):
+                bounce = self.pool.take(size)
                 bounce[: len(data)] = data
                 bounce[len(data) :] = _ZEROS[: size - len(data)]
-                self.files.pwritev(fd, [block, bounce], offset)
+                buffers = [block, bounce]
+            elif size > len(data):
+                buffers.append(_ZEROS[: size - len(data)])
+            self.files.pwritev(fd, buffers, offset)
+        finally:
+            self._give_back(block, bounce)
 
     def read(self, fd: int, offset: int, key: bytes, epoch: int, out: memoryview) -> None:
         """Fill `out` with the payload of `key`.
@@ -62,18 +67,27 @@ class RecordIo:
             FormatTooNew: A later version wrote it.
         """
         size = record_bytes(len(out)) - frame.HEADER_BYTES
-        with self.pool.borrow(PAGE_BYTES) as block:
+        block = self.pool.take(PAGE_BYTES)
+        spare, tail, buffers = None, _ZEROS[:0], [block, out]
+        try:
             if self.direct and not is_aligned(out):
-                with self.pool.borrow(size) as bounce:
-                    got = self.files.preadv(fd, [block, bounce], offset)
-                    out[:] = bounce[: len(out)]
-                    self._verify(got, block, (key, epoch), out, bounce[len(out) :])
-                return
-            with self.pool.borrow(PAGE_BYTES) as spare:
+                spare = self.pool.take(size)
+                tail, buffers = spare[len(out) :], [block, spare]
+            elif size > len(out):
+                spare = self.pool.take(PAGE_BYTES)
                 tail = spare[: size - len(out)]
-                buffers = [block, out, tail] if len(tail) else [block, out]
-                got = self.files.preadv(fd, buffers, offset)
-                self._verify(got, block, (key, epoch), out, tail)
+                buffers.append(tail)
+            got = self.files.preadv(fd, buffers, offset)
+            if spare is buffers[1]:
+                out[:] = spare[: len(out)]
+            self._verify(got, block, (key, epoch), out, tail)
+        finally:
+            self._give_back(block, spare)
+
+    def _give_back(self, block: memoryview, other: memoryview | None) -> None:
+        self.pool.give(block)
+        if other is not None:
+            self.pool.give(other)
 
     def _verify(
         self,
@@ -95,5 +109,5 @@ class RecordIo:
             raise CorruptChunk(f"{head.payload_bytes} bytes are stored, {len(out)} were asked for")
         if head.payload_checksum != frame.checksum(out):
             raise CorruptChunk("the payload's checksum differs")
-        if tail != _ZEROS[: len(tail)]:
+        if len(tail) and tail != _ZEROS[: len(tail)]:
             raise CorruptChunk("the padding is not zero")

@@ -35,6 +35,7 @@ class Room:
         self._ground = ground
         self._orphans = orphans
         self._wanted = Wanted(ground.limits.capacity_bytes, ground.limits.num_replicas)
+        self._creatable: dict[int, tuple[tuple[int, int, int], int]] = {}
 
     def grow(self, record_bytes: int) -> None:
         """Make at least one slot of `record_bytes` free.
@@ -88,8 +89,19 @@ class Room:
             ground.free_bytes - ground.limits.free_space_floor_bytes,
         )
 
-    def creatable_slots(self, record_bytes: int, room_bytes: int) -> int:
-        """How many slots fit `room_bytes`, in as many segments as it takes."""
+    def creatable_slots(self, record_bytes: int, idle_bytes: int) -> int:
+        """How many slots fit the room, with `idle_bytes` more, in as many segments as it takes.
+
+        Remembered until the disk is looked at again: the scheduler thread asks often.
+        """
+        state = (self._ground.num_looks, idle_bytes, len(self._ground.holdings.own))
+        known, total = self._creatable.get(record_bytes, ((-1, 0, 0), 0))
+        if known != state:
+            total = self._count_creatable(record_bytes, self.room_bytes() + idle_bytes)
+            self._creatable[record_bytes] = (state, total)
+        return total
+
+    def _count_creatable(self, record_bytes: int, room_bytes: int) -> int:
         total, target = 0, self._wanted.target_slots(record_bytes)
         while slots := plan_slots(room_bytes, record_bytes, target):
             size = created_bytes(record_bytes, slots)
@@ -103,7 +115,7 @@ class Room:
         if not slots:
             return False
         header = IndexHeader(
-            self._ground.files.random_hex(), self._ground.records.namespace, record_bytes, slots, 1
+            self._ground.files.random_hex(), self._ground.records.namespace, record_bytes, slots
         )
         self._ground.holdings.add_own(self._create_files(header), None)
         self._ground.names_changed = True

@@ -208,8 +208,9 @@ class Root:
                 return False
             raise
         try:
-            with pool.borrow(PAGE_BYTES) as page:
-                self._files.preadv(fd, [page], 0)
+            page = pool.take(PAGE_BYTES)
+            self._files.preadv(fd, [page], 0)
+            pool.give(page)
         except OSError as exc:
             if exc.errno == errno.EINVAL:
                 return False
@@ -259,7 +260,8 @@ class Root:
                 SegmentUsage(
                     segment_id,
                     directory,
-                    slab.st_size if slab and index else 0,
+                    slab.st_size if slab else 0,
+                    sum(part.st_size for part in parts.values()),
                     sum(charge(part) for part in parts.values()),
                     index.st_mtime_ns if index else 0,
                 )

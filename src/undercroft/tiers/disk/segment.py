@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import stat
 from array import array
 from dataclasses import dataclass, field
 
@@ -20,15 +21,23 @@ from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.table import (
     ENTRY_BYTES,
     FREE_ENTRY,
+    RING_ITEMS,
     Entries,
     IndexHeader,
     index_bytes,
-    pack_header,
+    next_change,
     ring_item,
     ring_place,
 )
 
-__all__ = ["INDEX_SUFFIX", "SLAB_SUFFIX", "OpenSegment", "OwnSegment", "segment_bytes"]
+__all__ = [
+    "INDEX_SUFFIX",
+    "SLAB_SUFFIX",
+    "OpenSegment",
+    "OwnSegment",
+    "charge",
+    "segment_bytes",
+]
 
 SLAB_SUFFIX = ".slab"
 INDEX_SUFFIX = ".index"
@@ -229,13 +238,13 @@ class OwnSegment(OpenSegment):
         files.pwrite(self.index_fd, ring_item(change, slot), ring_place(change))
 
     def disk_begin(self, files: Files) -> None:
-        """Write the header page anew: an empty ring, and a generation that followers notice."""
-        old = self.header
-        self.header = IndexHeader(
-            old.segment_id, old.namespace, old.record_bytes, old.num_slots, old.generation + 1
-        )
-        page = pack_header(self.header).ljust(PAGE_BYTES, b"\0")
-        files.pwrite(self.index_fd, page, 0)
+        """Go on with the ring of the owner before us, so that followers read everything anew.
+
+        That owner may have died between an entry and its ring item.
+        """
+        page = files.pread(self.index_fd, PAGE_BYTES, 0)
+        self._changes = itertools.count(next_change(page) + RING_ITEMS)
+        self._disk_tell(files, 0)
 
     def disk_sync(self, files: Files) -> None:
         """Make payloads durable, then the entries that speak of them."""
@@ -249,6 +258,10 @@ class OwnSegment(OpenSegment):
         return slab.st_nlink > 0 and index.st_nlink > 0
 
 
-def charge(stat: os.stat_result) -> int:
-    """What a file or directory counts against the capacity: its size or its blocks, if more."""
-    return max(stat.st_size, stat.st_blocks * 512)
+def charge(found: os.stat_result) -> int:
+    """What a file counts against the capacity: its size, or its blocks if more.
+
+    Of a directory only the blocks: its size is a fiction on some file systems.
+    """
+    blocks = found.st_blocks * 512
+    return blocks if stat.S_ISDIR(found.st_mode) else max(found.st_size, blocks)

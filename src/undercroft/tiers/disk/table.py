@@ -1,9 +1,10 @@
 """The index file of a segment: a header page, a ring of recent changes, one entry per slot.
 
-Header page, little-endian: 512 bytes that never change but for `generation`, their last eight a
-checksum (`xxh3-64`); then 448 ring items of eight bytes, `change number << 32 | slot`. Change `n`
-stands at place `n % 448`, so a follower knows by the number whether an item is the next one, an
-old one, or one that overwrote what it missed; `generation` tells it that the owner changed.
+Header page, little-endian: 512 bytes that never change, their last eight a checksum (`xxh3-64`);
+then 448 ring items of eight bytes, `change number << 32 | slot`. Change `n` stands at place
+`n % 448`, so a follower knows by the number whether an item is the next one, an old one, or one
+that overwrote what it missed. A new owner goes on 448 numbers later, so that every follower
+believes to have missed something and reads the table again.
 
 Entry, sixteen 64-bit words: 0 key length, slot in the upper half; 1-8 key, zero-padded; 9 epoch;
 10 sequence; 11 payload bytes; 12 the first eight bytes of the namespace digest; 13, 14 zero;
@@ -53,7 +54,7 @@ RING_AT = 512
 RING_ITEMS = (PAGE_BYTES - RING_AT) // 8
 _CHANGE_MASK = 0xFFFFFFFF
 _MAGIC = b"UNDRINDX"
-_HEADER = struct.Struct("<8sHHIQQQ32s16s")
+_HEADER = struct.Struct("<8sHHIQQ32s16s")
 _CHECK = struct.Struct("<Q")
 _CHECK_AT = RING_AT - _CHECK.size
 _ENTRY = struct.Struct("<Q64sQQQ8sQQ")
@@ -73,7 +74,6 @@ class IndexHeader:
     namespace: bytes
     record_bytes: int
     num_slots: int
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,6 @@ def pack_header(header: IndexHeader) -> bytes:
         PAGE_BYTES,
         header.record_bytes,
         header.num_slots,
-        header.generation,
         header.namespace,
         header.segment_id.encode(),
     ).ljust(_CHECK_AT, b"\0")
@@ -120,9 +119,7 @@ def parse_header(page: bytes) -> IndexHeader:
         raise CorruptChunk("the index header is damaged")
     if _CHECK.unpack_from(page, _CHECK_AT)[0] != xxhash.xxh3_64_intdigest(page[:_CHECK_AT]):
         raise CorruptChunk("the index header's checksum differs")
-    _, version, entry_bytes, size, record_bytes, num_slots, generation, space, name = (
-        _HEADER.unpack_from(page)
-    )
+    _, version, entry_bytes, size, record_bytes, num_slots, space, name = _HEADER.unpack_from(page)
     if version > FORMAT_VERSION:
         raise FormatTooNew(
             f"the segment is of format version {version}; this release reads up to "
@@ -132,7 +129,7 @@ def parse_header(page: bytes) -> IndexHeader:
         raise CorruptChunk(f"the index header says version {version}, entries of {entry_bytes}")
     if record_bytes < 2 * PAGE_BYTES or record_bytes % PAGE_BYTES or num_slots < 1:
         raise CorruptChunk(f"the index header says {num_slots} slots of {record_bytes} bytes")
-    return IndexHeader(name.decode("ascii", "replace"), space, record_bytes, num_slots, generation)
+    return IndexHeader(name.decode("ascii", "replace"), space, record_bytes, num_slots)
 
 
 def parse_header_of(page: bytes, segment_id: str, namespace: bytes) -> IndexHeader:
@@ -153,15 +150,19 @@ def ring_place(change: int) -> int:
     return RING_AT + 8 * ((change & _CHANGE_MASK) % RING_ITEMS)
 
 
+def _ring(page: bytes) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(page.ljust(PAGE_BYTES, b"\0"), "<u8", RING_ITEMS, RING_AT)
+
+
 def next_change(page: bytes) -> int:
     """The change number that will follow those in the ring of header page `page`."""
-    items = np.frombuffer(page, "<u8", offset=RING_AT, count=RING_ITEMS)
+    items = _ring(page)
     return (int((items >> np.uint64(32)).max()) + 1) & _CHANGE_MASK
 
 
 def changed_slots(page: bytes, change: int) -> list[int] | None:
     """Slots of the changes numbered `change` and later, oldest first; None if some are lost."""
-    items = np.frombuffer(page, "<u8", offset=RING_AT, count=RING_ITEMS).tolist()
+    items = _ring(page).tolist()
     slots: list[int] = []
     while True:
         item = items[change % RING_ITEMS]

@@ -31,9 +31,11 @@ __all__ = ["DiskTier"]
 
 MIN_CAPACITY_BYTES = 12 * PAGE_BYTES
 _EPOCH_AGE_S = 0.02
+_EPOCH_SYNC_S = 0.001
 _FOLLOW_AGE_S = 0.1
 _FULL_AGE_S = 0.1
 _MAX_SUSPECTS = 1024
+_MAX_GROWTHS = 8
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +104,8 @@ class DiskTier:
         self._closed = False
         self._must_raise = False
         self._seen_epoch = -1
-        self._epoch_read_s = self._followed_s = self._checked_s = self._flushed_s = float("-inf")
+        self._epoch_read_s = self._synced_s = float("-inf")
+        self._followed_s = self._checked_s = self._flushed_s = float("-inf")
         self._attach_failed: tuple[float, TierUnavailable | TierFull] | None = None
         with self._keeper.shape:
             try:
@@ -183,8 +186,11 @@ class DiskTier:
 
     def has(self, key: ChunkKey) -> bool:
         """See `Indexed.has`."""
-        self._check_open()
-        return self._peek_epoch() == self._holdings.epoch and key in self._holdings
+        if self._closed:
+            self._check_open()
+        if self._clock.now_s() - self._epoch_read_s >= _EPOCH_AGE_S:
+            self._peek_epoch()
+        return self._seen_epoch == self._holdings.epoch and key in self._holdings
 
     def evictable(self) -> Iterable[tuple[ChunkKey, int]]:
         """See `Indexed.evictable`: our own chunks by the time of writing."""
@@ -200,17 +206,17 @@ class DiskTier:
         """See `Bounded.free_chunks`."""
         if not self._keeper.attached or self._read_only:
             return 0
-        size, room = record_bytes(num_bytes), self._keeper.room
+        size = record_bytes(num_bytes)
         free, idle_bytes = 0, 0
         for segment in list(self._holdings.own.values()):
             if segment.header.record_bytes == size:
                 free += segment.num_free
             elif segment.is_idle:
                 idle_bytes += segment.charged_bytes
-        return free + room.creatable_slots(size, room.room_bytes() + idle_bytes)
+        return free + self._keeper.room.creatable_slots(size, idle_bytes)
 
     def epoch(self) -> int:
-        """See `Epochal.epoch`. At most 20 ms old."""
+        """See `Epochal.epoch`. At most 20 ms old; 1 ms in stores and loads."""
         return max(self._peek_epoch(), self._holdings.epoch)
 
     def raise_epoch(self) -> int:
@@ -222,6 +228,7 @@ class DiskTier:
         """
         self._check_open()
         self._must_raise = True
+        self._seen_epoch = -1
         with self._keeper.shape:
             self._ensure_attached()
             self._raise_epoch()
@@ -313,23 +320,25 @@ class DiskTier:
         if taken:
             return taken
         with self._keeper.shape:
-            taken = self._holdings.reserve(size)
-            if taken:
-                return taken
             self._check_open()
-            self._refuse_if_full(size, key)
-            try:
-                self._keeper.room.grow(size)
-            except TierFull as exc:
-                exc.tier, exc.key = self.name, key
-                self._full[size] = (self._clock.now_s(), self._holdings.num_deletes)
-                raise
-            except OSError as exc:
-                raise self._translate(exc, "make room", key) from exc
-            taken = self._holdings.reserve(size)
-        if not taken:
-            raise TierFull("others took the last free slots", tier=self.name, key=key)
-        return taken
+            # Others take slots without this lock, so that even a grown tier may have none left.
+            for _ in range(_MAX_GROWTHS):
+                taken = self._holdings.reserve(size)
+                if taken:
+                    return taken
+                self._grow(size, key)
+        raise TierFull("others took the last free slots", tier=self.name, key=key)
+
+    def _grow(self, size: int, key: bytes) -> None:
+        self._refuse_if_full(size, key)
+        try:
+            self._keeper.room.grow(size)
+        except TierFull as exc:
+            exc.tier, exc.key = self.name, key
+            self._full[size] = (self._clock.now_s(), self._holdings.num_deletes)
+            raise
+        except OSError as exc:
+            raise self._translate(exc, "make room", key) from exc
 
     def _refuse_if_full(self, size: int, key: bytes) -> None:
         """Do not look at the disk again for every chunk that a full tier is offered."""
@@ -457,7 +466,7 @@ class DiskTier:
             self._attach_failed = (self._attached_s, exc)
             raise
         self._attach_failed = None
-        self._epoch_read_s = float("-inf")
+        self._epoch_read_s = self._synced_s = float("-inf")
         self._followed_s = self._checked_s = self._flushed_s = self._attached_s
 
     # The epoch
@@ -467,8 +476,8 @@ class DiskTier:
         now = self._clock.now_s()
         if now - self._epoch_read_s >= _EPOCH_AGE_S:
             self._epoch_read_s = now
-            self._seen_epoch = self._read_epoch() or -1
-        return -1 if self._must_raise else self._seen_epoch
+            self._seen_epoch = -1 if self._must_raise else self._read_epoch() or -1
+        return self._seen_epoch
 
     def _read_epoch(self) -> int | None:
         try:
@@ -478,6 +487,9 @@ class DiskTier:
 
     def _sync_epoch(self) -> bool:
         """Void what is of another epoch than the one on disk; False if that is unknown."""
+        now = self._clock.now_s()
+        if now - self._synced_s < _EPOCH_SYNC_S and not self._must_raise:
+            return True
         epoch = self._read_epoch()
         if epoch is None or self._must_raise:
             epoch = self._mend_epoch()
@@ -486,6 +498,7 @@ class DiskTier:
         self._seen_epoch = epoch
         if epoch != self._holdings.epoch:
             self._holdings.void(epoch)
+        self._synced_s = now
         return True
 
     def _mend_epoch(self) -> int | None:

@@ -8,6 +8,7 @@ from undercroft.tiers.disk.buffers import PAGE_BYTES
 from undercroft.tiers.disk.segment import segment_bytes
 
 __all__ = [
+    "NAMESPACE_BYTES",
     "NamespaceUsage",
     "SegmentUsage",
     "Usage",
@@ -17,6 +18,8 @@ __all__ = [
     "reserve_bytes",
 ]
 
+NAMESPACE_BYTES = 4 * PAGE_BYTES
+_TINY_SPARE = 32
 _MIN_SLOTS = 8
 _CHEAP_SLOTS = 32
 _FEWEST_SEGMENTS = 8
@@ -47,13 +50,14 @@ class SegmentUsage:
     segment_id: str
     directory: str
     slab_bytes: int
+    file_bytes: int
     charged_bytes: int
     modified_ns: int
 
     @property
     def planned_bytes(self) -> int:
         """Charged now, or once its block map has grown."""
-        return max(self.charged_bytes, self.slab_bytes + reserve_bytes(self.slab_bytes))
+        return max(self.charged_bytes, self.file_bytes + reserve_bytes(self.slab_bytes))
 
 
 @dataclass(slots=True)
@@ -116,11 +120,16 @@ class Wanted:
         return max(_MIN_SLOTS, cheap, target // record_bytes)
 
     def room_bytes(self, usage: Usage, namespace: str, own_planned_bytes: int) -> int:
-        """How much this process may add: within the capacity, its namespace's share, its own."""
+        """How much this process may add: within the capacity, its namespace's share, its own.
+
+        Room for the directory of one more namespace is left, so that a newcomer can make itself
+        known to those who hold everything; where the capacity is tiny, for a part of it only.
+        """
+        spare = min(NAMESPACE_BYTES, self.capacity_bytes // _TINY_SPARE)
         share = usage.share_bytes(self.capacity_bytes)
         mine = usage.namespaces.get(namespace)
         return min(
-            self.capacity_bytes - usage.planned_bytes,
+            self.capacity_bytes - usage.planned_bytes - spare,
             share - (mine.planned_bytes if mine else 0),
             share // self.num_replicas - own_planned_bytes,
         )

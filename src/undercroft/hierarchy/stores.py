@@ -1,0 +1,168 @@
+"""Stores under way: which slots the workers fill for whom, and which of them failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+from undercroft.hierarchy.counters import Counters
+from undercroft.hierarchy.fresh import Fresh
+from undercroft.hierarchy.pool import Pool
+from undercroft.hierarchy.request import Request
+from undercroft.hierarchy.slots import SlotState
+from undercroft.keys import ChunkKey
+
+__all__ = ["LEVEL_0", "StorePlan", "Stores", "failed_chunk"]
+
+LEVEL_0 = "host"
+"""The name of level 0 in events, counters and metrics."""
+
+_STORE_ID_BITS = 40
+
+
+def failed_chunk(store_id: int, chunk_index: int) -> int:
+    """What workers report when only one chunk of a store failed; its plain id fails it all."""
+    return (chunk_index + 1) << _STORE_ID_BITS | store_id
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """What to store and where.
+
+    Args:
+        keys: The accepted keys, in the order offered.
+        slots: One slot index for each.
+        store_id: Names this store in failure reports from the workers; 0 if `keys` is empty.
+    """
+
+    keys: list[ChunkKey]
+    slots: list[int]
+    store_id: int
+
+
+@dataclass(slots=True)
+class _Store:
+    request: Request
+    keys: list[ChunkKey]
+    """As planned, in the engine's order."""
+    slots: dict[ChunkKey, int]
+    """What has not ended yet, in prefix order."""
+    failed: set[ChunkKey] = field(default_factory=set)
+
+
+class Stores:
+    """The stores whose end has not been told. Threads: the scheduler's. Cost: O(1) a key.
+
+    Args:
+        take_failed: Store ids, or `failed_chunk`s, that the workers could not copy, since the last
+            call; None means reports were lost, and every open store counts as failed.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        fresh: Fresh,
+        *,
+        counters: Counters,
+        take_failed: Callable[[], frozenset[int] | None],
+    ) -> None:
+        self._pool = pool
+        self._fresh = fresh
+        self._counters = counters
+        self._take_failed = take_failed
+        self._next_id = 1
+        self._open: dict[int, _Store] = {}
+        self._by_key: dict[ChunkKey, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def prepare(self, keys: Sequence[ChunkKey], request: Request) -> StorePlan:
+        """See `Hierarchy.prepare_store`."""
+        find = self._pool.table.get
+        # A key voided while it is stored waits for that store's end, which is told by key.
+        by_key = self._by_key
+        offered = [key for key in self._pool.absent(keys) if key not in by_key]
+        absent = self._pool.admitted(keys, offered)
+        if len(absent) < len(offered):
+            self._decline("not_admitted", len(offered) - len(absent))
+        if not absent:
+            return StorePlan([], [], 0)
+        position_of = request.position_of
+        in_order = absent
+        if position_of(absent[0]) is not None:
+            in_order = sorted(absent, key=lambda key: position_of(key) or 0)
+        slots = self._pool.allocate(in_order, keep=request.loaded)
+        if len(slots) < len(in_order) and self._fresh.settle_others(request.id):
+            slots += self._pool.allocate(in_order[len(slots) :], keep=request.loaded)
+        if len(slots) < len(in_order):
+            self._decline("full", len(in_order) - len(slots))
+            in_order = in_order[: len(slots)]
+            absent = [key for key in absent if find(key) >= 0]
+        if not slots:
+            return StorePlan([], [], 0)
+        return self._begin(request, absent, dict(zip(in_order, slots, strict=True)))
+
+    def _begin(
+        self, request: Request, keys: list[ChunkKey], slots: dict[ChunkKey, int]
+    ) -> StorePlan:
+        store_id = self._next_id
+        self._next_id += 1
+        self._open[store_id] = _Store(request, keys, slots)
+        self._by_key.update(dict.fromkeys(slots, store_id))
+        request.num_storing += len(slots)
+        return StorePlan(keys, [slots[key] for key in keys], store_id)
+
+    def _decline(self, reason: str, count: int) -> None:
+        self._counters.declined_chunks[f"{LEVEL_0}:{reason}"] += count
+
+    def complete(
+        self, keys: AbstractSet[ChunkKey], request: Request, *, success: bool
+    ) -> list[tuple[ChunkKey, int]]:
+        """Book the end of the stores of `keys`; those that worked and their slots, FILLING."""
+        self._note_failures()
+        ready: list[tuple[ChunkKey, int]] = []
+        for store_id in {self._by_key.get(key, 0) for key in keys} - {0}:
+            store = self._open[store_id]
+            ended = [(k, slot) for k, slot in store.slots.items() if k in keys]
+            failed = store.failed if success else set(store.keys)
+            for key, slot in ended:
+                del store.slots[key], self._by_key[key]
+                if self._pool.slots.states[slot] == SlotState.DRAINING:
+                    self._pool.slots.give_back(slot)
+                elif key in failed:
+                    self._pool.abandon(key, slot, buffer_free=True)
+                    self._counters.dropped_chunks[LEVEL_0, "copy_failed"] += 1
+                else:
+                    ready.append((key, slot))
+            request.num_storing -= len(ended)
+            if not store.slots:
+                del self._open[store_id]
+        self._counters.stored_chunks += len(ready)
+        self._counters.stored_bytes += sum(self._pool.slots.size(slot) for _, slot in ready)
+        return ready
+
+    def _note_failures(self) -> None:
+        reports = self._take_failed()
+        if reports is None:  # some were lost
+            for store in self._open.values():
+                store.failed.update(store.keys)
+            return
+        for report in reports:
+            store_id, number = report & ((1 << _STORE_ID_BITS) - 1), report >> _STORE_ID_BITS
+            if store_id in self._open:
+                store = self._open[store_id]
+                store.failed.update(store.keys[number - 1 : number] if number else store.keys)
+
+    def forget_all(self) -> list[int]:
+        """At the engine's reset, after which no end is told: the slots, each pinned once more."""
+        held: list[int] = []
+        for store in self._open.values():
+            held.extend(store.slots.values())
+            store.request.num_storing = 0
+        for slot in held:
+            self._pool.slots.pin(slot)
+        self._open.clear()
+        self._by_key.clear()
+        return held
