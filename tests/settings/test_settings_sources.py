@@ -281,3 +281,9 @@ def test_a_strangers_tier_takes_its_own_options() -> None:
     (tier,) = load({"host": 1, "tiers": [written]}).tiers
     assert tier.capacity_bytes == GIB
     assert tier.options == {"endpoint": "tcp://x", "retries": 3}
+
+
+def test_variables_of_the_test_suite_are_no_settings() -> None:
+    """A failed run can be replayed with its seed, engines and all."""
+    environ = {"UNDERCROFT_TEST_SEED": "7", "UNDERCROFT_HOST": "1GiB"}
+    assert load({}, environ=environ).host_bytes == 1 << 30

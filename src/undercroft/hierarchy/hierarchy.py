@@ -288,6 +288,8 @@ class Hierarchy:
             for key, _ in ready:
                 self.events.add(LEVEL_0, key, removed=False)
         self.cascade.add([key for key, _ in ready])
+        if any(level.is_choosy for level in self.levels):
+            request.offered_below.update(key for key, _ in ready)
         self._touch_if_over(request)
 
     # --- requests and steps -------------------------------------------------------------------
@@ -313,7 +315,9 @@ class Hierarchy:
         for level in self.levels:
             level.touch(chain)
         # What a lower level refused or lost while it was full or away gets another chance.
-        self.cascade.add([key for key in chain if self.restores.level_with(key) is None])
+        # A level that counts offers gets one a request.
+        once, level_with = request.offered_below, self.restores.level_with
+        self.cascade.add([key for key in chain if key not in once and level_with(key) is None])
 
     def end_step(self, scheduled: Collection[str] = ()) -> None:
         """Once per engine step, after its lookups and loads, before its stores.

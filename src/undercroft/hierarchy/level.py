@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
+from undercroft.admission.always import Always
 from undercroft.admission.base import Admission
 from undercroft.clock import Clock
 from undercroft.errors import CorruptChunk, KvError, TierFull
@@ -72,6 +73,8 @@ class Level:
         self._slot_bytes = tuple(slot_bytes)
         self._class_of = class_of
         self._admission = admission
+        self.is_choosy = not isinstance(admission, Always)
+        """Whether its admission may refuse a chunk, and so must not be asked twice for one use."""
         self._clock = clock
         self._counters = counters
         self._events = events

@@ -94,6 +94,7 @@ class Request:
         "loading",
         "num_promoted_before",
         "num_storing",
+        "offered_below",
         "position_of",
         "promoted",
         "queued",
@@ -130,6 +131,8 @@ class Request:
         self.num_promoted_before = -1
         """How many were promoted when its deadline was set last; -1: no read was started."""
         self.num_storing = 0
+        self.offered_below: set[ChunkKey] = set()
+        """Keys whose one offer to choosy lower levels this request has made."""
         self.queued = False
         self.finished = False
 

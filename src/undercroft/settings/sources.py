@@ -25,6 +25,8 @@ FILE_VARIABLE = "UNDERCROFT_CONFIG"
 
 _KUBERNETES = re.compile(r"UNDERCROFT_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
 """What Kubernetes adds to every container beside a service called `undercroft`."""
+_TESTS = ENVIRONMENT_PREFIX + "TEST_"
+"""Variables of our own test suite, such as the seed of a run that is to be replayed."""
 
 
 def load(
@@ -103,6 +105,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name.startswith(ENVIRONMENT_PREFIX)
         and name != FILE_VARIABLE
+        and not name.startswith(_TESTS)
         and not _KUBERNETES.fullmatch(name)
     }
 

@@ -47,10 +47,12 @@ class Job:
 
     request: Any
     blocks: list[list[KVCacheBlock]]
+    version: int
     num_hit_tokens: int | None = None
     num_asked: int = 0
     loading: bool = False
     started: bool = False
+    resumed: bool = False
     num_decoded: int = 0
     num_done: int = 0
 
@@ -100,6 +102,7 @@ class Rig:
         self.waiting: list[Job] = []
         self.running: list[Job] = []
         self.finished: list[str] = []
+        self.preempted: set[str] = set()
         self.events: list[Any] = []
         self.stats: list[Any] = []
         self.metas: list[Any] = []
@@ -137,7 +140,7 @@ class Rig:
             None,
             block_hasher=self.hasher,
         )
-        job = Job(request, [[] for _ in self.groups])
+        job = Job(request, [[] for _ in self.groups], self.version)
         job.num_decoded = num_decode
         self.on_scheduler.on_new_request(request)
         self.waiting.append(job)
@@ -147,6 +150,16 @@ class Rig:
         """The client went away."""
         job.request.status = RequestStatus.FINISHED_ABORTED
         self._finish(job)
+
+    def preempt(self, job: Job) -> None:
+        """Take a running job's blocks away; it starts again when there is room."""
+        self.running.remove(job)
+        self._drop_blocks(job)
+        job.blocks = [[] for _ in self.groups]
+        job.num_hit_tokens, job.num_done, job.resumed = None, 0, job.started
+        job.request.status, job.request.num_computed_tokens = RequestStatus.PREEMPTED, 0
+        self.preempted.add(job.request.request_id)
+        self.waiting.append(job)
 
     def run(self, tokens: Any, *, max_steps: int = 400, **kwargs: Any) -> Job:
         """Submit one prompt and step until nothing is under way any more."""
@@ -169,11 +182,12 @@ class Rig:
     def step(self) -> None:
         """Schedule, move, compute, acknowledge."""
         self.new_blocks = []
-        self._admit()
+        if not self.preempted:
+            self._admit()
         output = self._schedule()
         meta = self.on_scheduler.build_connector_meta(output)
         self.metas.append(meta)
-        self.finished = []
+        self.finished, self.preempted = [], set()
         worker = self.on_worker
         worker.bind_connector_metadata(meta)
         worker.handle_preemptions(meta)
@@ -185,12 +199,12 @@ class Rig:
         _, received = worker.get_finished(output.finished_req_ids)
         acks = worker.build_connector_worker_meta()
         worker.clear_connector_metadata()
-        self._acks.append(acks)
+        self._acks.append(
+            KVConnectorOutput(finished_recving=received, kv_connector_worker_meta=acks)
+        )
         for held in [] if self.hold_acks else self._take_acks():
-            self.on_scheduler.update_connector_output(
-                KVConnectorOutput(finished_recving=received, kv_connector_worker_meta=held)
-            )
-        self._loaded(received)
+            self.on_scheduler.update_connector_output(held)
+            self._loaded(held.finished_recving)
         stats = self.on_scheduler.get_kv_connector_stats()
         if stats is not None:
             self.stats.append(stats)
@@ -286,6 +300,9 @@ class Rig:
                 new.append(NewRequestData.from_request(request, whole))
             else:
                 cached.req_ids.append(request.request_id)
+                if job.resumed:
+                    cached.resumed_req_ids.add(request.request_id)
+                    fresh, job.resumed = list(whole), False
                 cached.new_block_ids.append(tuple(fresh) if any(fresh) else None)
                 cached.num_computed_tokens.append(job.num_done)
             counts[request.request_id] = count
@@ -299,7 +316,7 @@ class Rig:
             num_common_prefix_blocks=[0] * len(self.groups),
             finished_req_ids=set(self.finished),
             free_encoder_mm_hashes=[],
-            preempted_req_ids=None,
+            preempted_req_ids=self.preempted,
         )
 
     def _finish(self, job: Job) -> None:
@@ -321,7 +338,7 @@ class Rig:
 
     def _content(self, job: Job, layer: str, index: int) -> np.ndarray:
         tokens = job.request.all_token_ids[: (index + 1) * TOKENS_PER_BLOCK]
-        label = f"{self.version}:{layer}:{list(tokens)}".encode()
+        label = f"{job.version}:{layer}:{list(tokens)}".encode()
         seed = np.frombuffer(hashlib.sha256(label).digest(), np.uint64)
         size = self.tensors[layer][0].numel() * 4
         return np.random.default_rng(seed).integers(0, 256, size, np.uint8)

@@ -295,3 +295,15 @@ def test_groups_of_different_ids_get_their_own_counts():
         ctx = context(keys=keys)
         out = m.prepare_store(keys, ctx)
         assert out.store_spec.group_chunks == (2, 3)
+
+
+def test_a_tiers_admission_counts_requests(tmp_path):
+    """With 2 sights a prompt goes to disk when a second request uses it, not before."""
+    twice = {"type": "frequency", "sights": 2}
+    with running({"host": "4MiB", **disk(tmp_path, admission=twice)}) as rig:
+        counters = rig.hierarchy.counters
+        rig.run(prompt(1, 160))
+        assert counters.cascaded_chunks["disk"] == 0
+        assert counters.declined_chunks["disk:not_admitted"] == 10
+        rig.run(prompt(1, 160))
+        assert counters.cascaded_chunks["disk"] == 10
