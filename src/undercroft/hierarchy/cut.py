@@ -14,15 +14,15 @@ from undercroft.keys import ChunkKey
 
 __all__ = ["common_end", "cut_at", "deny_all", "from_root", "least_end", "positions_below"]
 
-PositionOf = Callable[[ChunkKey], int | None]
+_PositionOf = Callable[[ChunkKey], int | None]
 
 
-def from_root(walk: Walk, position_of: PositionOf) -> bool:
+def from_root(walk: Walk, position_of: _PositionOf) -> bool:
     """Whether the walk went away from the root. One key alone may be a window of one."""
     return len(walk.keys) > 1 and not walk.descends(position_of)
 
 
-def positions_below(walk: Walk, position_of: PositionOf) -> list[int]:
+def positions_below(walk: Walk, position_of: _PositionOf) -> list[int]:
     """Ends, in tokens, of the usable chunks that have to be read; rising."""
     usable = [i for i in walk.usable(position_of) if walk.answers[i] == Answer.BELOW]
     return [position_of(walk.keys[i]) or 0 for i in usable]
@@ -38,7 +38,7 @@ def common_end(request: Request) -> int | None:
     return min((end for end in ends if end is not None), default=None)
 
 
-def least_end(walks: Sequence[Walk], position_of: PositionOf) -> int:
+def least_end(walks: Sequence[Walk], position_of: _PositionOf) -> int:
     """The shortest hit that an engine takes: a whole chunk of every group."""
     sizes, begins = [0], []
     for walk in walks:
