@@ -52,7 +52,7 @@ def check_policies(hierarchy: Hierarchy) -> None:
 
 
 def check_pins(hierarchy: Hierarchy) -> None:
-    """Each pin belongs to a hold, a load, a cascade, or the quarantine after a reset."""
+    """Each pin belongs to a hold, a load, what a running request keeps, a cascade, or the quarantine."""
     expected: Counter[int] = Counter()
     for request in hierarchy._holders.values():
         expected.update(request.holds.keys())
@@ -62,6 +62,8 @@ def check_pins(hierarchy: Hierarchy) -> None:
     expected.update(hierarchy.cascade._late.values())
     for _, held in hierarchy._draining_until:
         expected.update(held)
+    for entry in hierarchy.fresh._entries.values():
+        expected.update(entry.kept)
     pins = Counter({slot: n for slot, n in enumerate(hierarchy.pool.slots.pins) if n})
     assert pins == expected
     assert hierarchy._num_loading == sum(len(r.loading) for r in hierarchy._loaders.values())

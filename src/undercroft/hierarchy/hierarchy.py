@@ -6,7 +6,8 @@ One thread (the engine's scheduler), and no call blocks but `reset` and `close`,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ __all__ = ["LEVEL_0", "Hierarchy", "Limits", "StorePlan", "failed_chunk"]
 _LOG = logging.getLogger(__name__)
 
 _READY = int(SlotState.READY)
+_MAX_TOUCHED_PER_STEP = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class Hierarchy:
         self._num_loading = 0
         self._holders: dict[str, Request] = {}
         self._loaders: dict[str, Request] = {}
+        self._to_touch: deque[tuple[list[ChunkKey], Container[ChunkKey]]] = deque()
         self._draining_until: list[tuple[int, list[int]]] = []
         self._num_ended_steps = 0
         self.fresh = Fresh(self.pool)
@@ -310,14 +313,26 @@ class Hierarchy:
         self.pool.touch(request.loaded)
         if not self.levels:
             return
-        chain = request.in_order(dict.fromkeys(request.chain))
+        chain = list(request.in_order(dict.fromkeys(request.chain)))
         request.chain.clear()
-        for level in self.levels:
-            level.touch(chain)
-        # What a lower level refused or lost while it was full or away gets another chance.
-        # A level that counts offers gets one a request.
-        once, level_with = request.offered_below, self.restores.level_with
-        self.cascade.add([key for key in chain if key not in once and level_with(key) is None])
+        if chain:
+            self._to_touch.append((chain, request.offered_below))
+
+    def _touch_below(self) -> None:
+        """Tell lower levels of ended requests, leaf first, a bounded number of keys a step."""
+        budget, level_with = _MAX_TOUCHED_PER_STEP, self.restores.level_with
+        while self._to_touch and budget > 0:
+            chain, once = self._to_touch[0]
+            part = chain[-budget:]
+            del chain[-budget:]
+            budget -= len(part)
+            if not chain:
+                self._to_touch.popleft()
+            for level in self.levels:
+                level.touch(part)
+            # What a lower level refused or lost while it was full or away gets another chance.
+            # A level that counts offers gets one a request.
+            self.cascade.add([k for k in part if k not in once and level_with(k) is None])
 
     def end_step(self, scheduled: Collection[str] = ()) -> None:
         """Once per engine step, after its lookups and loads, before its stores.
@@ -338,6 +353,7 @@ class Hierarchy:
         self.fresh.settle_idle(self._step)
         self.restores.refresh()
         self.restores.admit(self._step, now_s)
+        self._touch_below()
         self.cascade.submit()
         for request in list(self._holders.values()):
             kept = request.queued and request.deadline_s is not None and now_s < request.deadline_s
@@ -371,7 +387,9 @@ class Hierarchy:
 
     def has_pending_work(self) -> bool:
         """Whether the engine should keep stepping although it has no request."""
-        return bool(len(self.restores) or len(self.cascade) or self._draining_until)
+        return bool(
+            len(self.restores) or len(self.cascade) or self._draining_until or self._to_touch
+        )
 
     # --- reset and close ----------------------------------------------------------------------
 
@@ -394,6 +412,7 @@ class Hierarchy:
 
     def _forget_all(self, *, raise_epoch: bool) -> None:
         self.cascade.clear_waiting()
+        self._to_touch.clear()
         for request in list(self._holders.values()):
             self._let_go(request)
         for key, slot in list(self.pool.keys()):

@@ -200,7 +200,7 @@ class Level:
                 self._keep_evictable(key)
         elif done.op is Op.WRITE:
             self._settle_write(done)
-        elif isinstance(error, CorruptChunk) or (error is None and not done.outcome.found):
+        elif self._is_gone(done):
             self._policies[size_class].on_drop(key)
             self._events.add(self.name, key, removed=True)
         if error is not None:
@@ -208,6 +208,17 @@ class Level:
             if isinstance(error, TierFull):
                 self._free[size_class] = 0  # whatever it said before
                 self.make_room(size_class, 1)
+
+    def _is_gone(self, done: Done) -> bool:
+        """A read found nothing good, and the tier no longer says that there is something.
+
+        What it still says it has stays evictable, or it would take up room for ever.
+        """
+        outcome = done.outcome
+        found_nothing = outcome.error is None and not outcome.found
+        return (found_nothing or isinstance(outcome.error, CorruptChunk)) and not self._indexed.has(
+            outcome.key
+        )
 
     def _settle_write(self, done: Done) -> None:
         key, error = done.outcome.key, done.outcome.error
