@@ -146,7 +146,7 @@ def test_a_burst_reads_each_chunk_once(worlds: list[World]) -> None:
 
 def test_a_failed_chunk_loses_only_itself(worlds: list[World]) -> None:
     """Of ten chunks one is corrupt: its neighbours are kept, and it is written anew."""
-    memory = MemoryTier(64 * (CHUNK_BYTES + 128), name="below")
+    memory = MemoryTier(64 * (CHUNK_BYTES + Checked.overhead_bytes), name="below")
     keys = keys_of("a", 10)
     fault = Injector(Effect.FLIPPED_BIT, both(on_verb("read_into"), on_key(keys[5])))
     tier = Checked(FaultyTier(memory, fault))
