@@ -31,7 +31,7 @@ from undercroft.tiers.base import Tier
 
 __all__ = ["TransferLimits", "Transfers"]
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 _READ, _WRITE, _DELETE = Op.READ, Op.WRITE, Op.DELETE
 _QUEUED, _RUNNING = MoveState.QUEUED, MoveState.RUNNING
@@ -370,7 +370,7 @@ class Transfers:
         try:
             self._tier.close()
         except Exception as exc:  # noqa: BLE001 - whatever a tier raises, we are done with it
-            _log.warning("tier %r failed to close: %r", self._tier.name, exc)
+            _LOG.warning("tier %r failed to close: %r", self._tier.name, exc)
         finally:
             with self._lock:
                 self._tier_closed = True

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from undercroft.clock import Clock
 from undercroft.errors import ConfigError, TierUnavailable
 from undercroft.keys import Namespace
+from undercroft.log import SparingLog
 from undercroft.tiers.disk.buffers import PAGE_BYTES, AlignedPool
 from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.segment import INDEX_SUFFIX, SLAB_SUFFIX, charge
@@ -64,6 +65,7 @@ class Root:
         self._files = files
         self._namespace = namespace
         self._clock = clock
+        self._log = SparingLog(_LOG, clock)
         self._lock_fd = -1
         self._manifest_fd = -1
         self._warned: tuple[str, ...] = ()
@@ -175,7 +177,7 @@ class Root:
             stored = json.loads(data)
             same_id = isinstance(stored, dict) and Namespace(stored).id == self._namespace.id
         except ValueError:
-            _LOG.warning("%s is unreadable and is written anew", path)
+            self._log.warning("%s is unreadable and is written anew", path)
             return False
         difference = _first_difference(json.loads(self._namespace.text), stored)
         if not difference:
@@ -183,7 +185,7 @@ class Root:
         if same_id:
             raise ConfigError(f"{path} describes another namespace of this id: {difference}")
         # The directory is named after its manifest's digest, and this one has another: damaged.
-        _LOG.warning("%s was altered (%s) and is written anew", path, difference)
+        self._log.warning("%s was altered (%s) and is written anew", path, difference)
         return False
 
     def _write_manifest(self) -> None:
@@ -233,7 +235,7 @@ class Root:
                     usage.foreign_names.append(path)
         if tuple(usage.foreign_names) != self._warned and usage.foreign_names:
             self._warned = tuple(usage.foreign_names)
-            _LOG.warning(
+            self._log.warning(
                 "%d files under %s are not ours; they count against the capacity: %s",
                 len(self._warned),
                 self.path,
