@@ -16,10 +16,11 @@ from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 from undercroft.errors import ConfigError
+from undercroft.hierarchy.region_control import MAX_RANKS, NONCE_BYTES
 
 __all__ = ["leave_facts", "model_facts", "take_facts"]
 
-_OFFSET = 4096
+_OFFSET = NONCE_BYTES * (MAX_RANKS + 1)
 """Behind the nonces by which the region proves itself."""
 _MAGIC = b"UCFACTS1"
 _HEADER_BYTES = len(_MAGIC) + 4

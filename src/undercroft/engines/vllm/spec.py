@@ -38,7 +38,7 @@ from undercroft.engines.vllm.worker import CpuWorker, chunk_payload_bytes
 from undercroft.hierarchy.hierarchy import failed_chunk
 from undercroft.hierarchy.region import Region, RegionConfig
 from undercroft.hierarchy.rendezvous import sweep_dead_regions
-from undercroft.hierarchy.slots import SLOT_ALIGNMENT_BYTES
+from undercroft.hierarchy.slots import SLOT_ALIGNMENT_BYTES, slot_bytes_for
 from undercroft.identity import EngineFacts, key_hash, namespace, weights_fingerprint
 from undercroft.keys import ChunkKey, Namespace
 from undercroft.settings import check_host_bytes, check_sizes, format_bytes, host_limits, load
@@ -46,7 +46,6 @@ from undercroft.settings import check_host_bytes, check_sizes, format_bytes, hos
 __all__ = ["UndercroftSpec"]
 
 _LOG = logging.getLogger(__name__)
-_PAGE = SLOT_ALIGNMENT_BYTES
 _KV_FORMAT = 1
 """Raised when the bytes this adapter stores for a chunk change."""
 
@@ -127,7 +126,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
         self._region_config = RegionConfig(
             engine_id=config.engine_id,
             num_ranks=config.parallel.world_size,
-            total_bytes=self._settings.host_bytes // _PAGE * _PAGE,
+            total_bytes=self._settings.host_bytes // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES,
             identity=identity.digest(),
         )
 
@@ -143,7 +142,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
     @override
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         chunk_bytes = chunk_payload_bytes(kv_caches, self.blocks_per_chunk)
-        check_sizes(self._settings, chunk_bytes)
+        check_sizes(self._settings, [slot_bytes_for(n) for n in chunk_bytes])
         # What a killed engine left would count as used, and keep this one from ever starting.
         sweep_dead_regions(self._region_config.directory, keep=Path())
         check_host_bytes(self._settings.host_bytes, host_limits())
