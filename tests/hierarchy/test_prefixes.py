@@ -95,7 +95,7 @@ def test_a_request_larger_than_level_0_keeps_its_prefix(worlds: list[World]) -> 
     world.engine.run(keys)
     assert is_prefix(held(world, keys))
     assert sum(held(world, keys)) == 12
-    assert world.counters.declined_chunks["host:full"] == 12
+    assert world.counters.declined_chunks["host", "full"] == 12
 
 
 class OneThreadOrder(MemoryTier):
@@ -226,7 +226,7 @@ def test_declining_costs_nothing_and_is_counted(worlds: list[World]) -> None:
     for step in range(1, 11):
         assert hierarchy.prepare_store(keys_of(f"b{step}", 20), writer).keys == []
         hierarchy.end_step()
-        assert world.counters.declined_chunks["host:full"] == 20 * step
+        assert world.counters.declined_chunks["host", "full"] == 20 * step
     assert type(hierarchy.pool._policies[0]).num_searched == 0
     hierarchy.complete_load(keys, reader)
     for request in (reader, writer):

@@ -176,7 +176,7 @@ class Level:
         return ticket
 
     def _decline(self, reason: str) -> None:
-        self._counters.declined_chunks[f"{self.name}:{reason}"] += 1
+        self._counters.declined_chunks[self.name, reason] += 1
 
     def make_room(self, size_class: int, num_chunks: int) -> None:
         """Delete the coldest chunks, so that `num_chunks` and a little more fit."""

@@ -8,12 +8,12 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from undercroft.clock import Clock
 from undercroft.errors import ConfigError, TierUnavailable
-from undercroft.keys import Namespace
+from undercroft.keys import Namespace, first_difference
 from undercroft.log import SparingLog
 from undercroft.tiers.disk.buffers import PAGE_BYTES, AlignedPool
 from undercroft.tiers.disk.files import Files
@@ -33,21 +33,6 @@ _OURS = frozenset({"manifest.json", "epoch"})
 _REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 _LOG = logging.getLogger(__name__)
-
-
-def _first_difference(ours: object, theirs: object, path: str = "") -> str:
-    """Where two manifests differ first, in words; empty if nowhere."""
-    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-        for name in sorted({*ours, *theirs}):
-            missing = object()
-            left, right = ours.get(name, missing), theirs.get(name, missing)
-            if left is missing or right is missing:
-                return f"{path}{name} is only {'stored' if left is missing else 'wanted'}"
-            found = _first_difference(left, right, f"{path}{name}.")
-            if found:
-                return found
-        return ""
-    return "" if ours == theirs else f"{path.rstrip('.')} is {theirs!r}, wanted {ours!r}"
 
 
 class Root:
@@ -179,8 +164,9 @@ class Root:
         except ValueError:
             self._log.warning("%s is unreadable and is written anew", path)
             return False
-        difference = _first_difference(json.loads(self._namespace.text), stored)
-        if not difference:
+        wanted = Namespace(json.loads(self._namespace.text))
+        difference = first_difference(wanted, Namespace(stored))
+        if difference is None:
             return True
         if same_id:
             raise ConfigError(f"{path} describes another namespace of this id: {difference}")
