@@ -283,11 +283,6 @@ class Transfers:
         return self._queue.num_writes
 
     @property
-    def num_queued_deletes(self) -> int:
-        """Deletes that have not started."""
-        return self._queue.num_deletes
-
-    @property
     def queued_write_bytes(self) -> int:
         """Bytes of the writes that have not started."""
         return self._queue.write_bytes

@@ -56,14 +56,14 @@ def _safe(default: Callable[[], Any]) -> Callable[[Callable[..., _T]], Callable[
 
     def wrap(method: Callable[..., _T]) -> Callable[..., _T]:
         @wraps(method)
-        def call(self: UndercroftManager, *args: Any, **kwargs: Any) -> _T:  # noqa: ANN401
+        def call(self: UndercroftManager, *args: Any, **kwargs: Any) -> _T:  # noqa: ANN401 - passed on
             if self.is_off:
-                return default()  # type: ignore[no-any-return]
+                return default()  # type: ignore[no-any-return] # a _T
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the engine dies of whatever passes
                 self.switch_off(error)
-                return default()  # type: ignore[no-any-return]
+                return default()  # type: ignore[no-any-return] # a _T
 
         return call
 
@@ -79,7 +79,7 @@ def _nothing_stored() -> PrepareStoreOutput:
     return PrepareStoreOutput([], SlotSpec([], []), [])
 
 
-class UndercroftManager(OffloadingManager):  # type: ignore[misc]
+class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     """See the module. One per engine replica.
 
     Args:

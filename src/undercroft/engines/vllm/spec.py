@@ -102,7 +102,7 @@ class _RegionWorker(CpuWorker):
             self._seat = None
 
 
-class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
+class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
     """Names Undercroft to vLLM: `spec_name` of `kv_connector_extra_config`.
 
     Raises:

@@ -84,7 +84,7 @@ def chunk_payload_bytes(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> 
     return tuple(group.payload_bytes for group in group_geometries(kv_caches, blocks_per_chunk))
 
 
-class CpuWorker(OffloadingWorker):  # type: ignore[misc]
+class CpuWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
     """Copies KV between this rank's engine blocks and the host slots in `region`.
 
     Args:
