@@ -119,7 +119,9 @@ class SeatLock:
         except FileNotFoundError as error:
             if self.path.parent.is_dir():
                 return False
-            raise ConfigError(f"host region: no directory {self.path.parent}") from error
+            raise ConfigError(
+                f"host region: no directory {self.path.parent}: mount a memory file system there"
+            ) from error
         except OSError as error:
             raise ConfigError(f"host region: cannot open {self.path}: {error.strerror}") from error
         self._check_ours()

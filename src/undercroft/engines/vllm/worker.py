@@ -304,7 +304,10 @@ def _engine_span(
     for index, cache in enumerate(tensors):
         tensor = cache.tensor
         if tensor.device.type != "cpu":
-            raise LayoutMismatch(f"KV tensor {index} is on {tensor.device}, not in host memory")
+            raise LayoutMismatch(
+                f"KV tensor {index} is on {tensor.device}: this version copies on the CPU platform "
+                "only; run without this connector there"
+            )
         num_blocks, item_bytes = int(tensor.shape[0]), tensor.element_size()
         if not num_blocks or not tensor[0].is_contiguous():
             raise LayoutMismatch(f"KV tensor {index} of shape {tuple(tensor.shape)} has no rows")

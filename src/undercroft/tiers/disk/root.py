@@ -67,7 +67,9 @@ class Root:
             self._make()
         except OSError as exc:
             if exc.errno in (errno.ENOTDIR, errno.EEXIST, errno.ELOOP):
-                raise ConfigError(f"disk path {self._above} is not a directory") from exc
+                raise ConfigError(
+                    f"disk path {self._above} is not a directory: name one, or move it away"
+                ) from exc
             if exc.errno not in _REFUSED or not self._exists(self.directory):
                 raise
             self.read_only = f"{exc.filename or self.path}: {exc.strerror}"
@@ -169,7 +171,9 @@ class Root:
         if difference is None:
             return True
         if same_id:
-            raise ConfigError(f"{path} describes another namespace of this id: {difference}")
+            raise ConfigError(
+                f"{path} describes another namespace of this id: {difference}; use another path"
+            )
         # The directory is named after its manifest's digest, and this one has another: damaged.
         self._log.warning("%s was altered (%s) and is written anew", path, difference)
         return False
