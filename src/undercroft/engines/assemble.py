@@ -223,7 +223,7 @@ def _open_tier(
 ) -> Tier | None:
     resolved, note = with_capacity(settings, own_bytes=_held_bytes(settings))
     if note:
-        _LOG.warning("undercroft: %s", note)
+        _LOG.warning("%s", note)
     if resolved.capacity_bytes is None:
         raise ConfigError(f"tier {settings.name} needs a capacity, such as 1TiB")
     options = {k: v for k, v in resolved.options.items() if k != "num_threads"}
@@ -242,10 +242,10 @@ def _open_tier(
     try:
         tier: Tier = _made(find("tiers", resolved.type), what, options, offered)
     except TierError as error:
-        _LOG.error("undercroft: tier %s is left out: %s", settings.name, error)
+        _LOG.error("tier %s is left out: %s", settings.name, error)
         return None
     _LOG.info(
-        "undercroft: tier %s holds at most %s, about %d tokens of this model",
+        "tier %s holds at most %s, about %d tokens of this model",
         resolved.name,
         format_bytes(resolved.capacity_bytes),
         tokens_that_fit(geometry, resolved.capacity_bytes),

@@ -32,6 +32,7 @@ from undercroft.clock import Clock, SystemClock
 from undercroft.config import check_served, from_engine, to_json
 from undercroft.engines.assemble import Geometry, assemble, check_plugins, tokens_that_fit
 from undercroft.engines.vllm.facts import leave_facts, take_facts
+from undercroft.engines.vllm.log_lines import log_where_vllm_logs
 from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, group_key
 from undercroft.engines.vllm.metrics import metric_definitions
 from undercroft.engines.vllm.worker import CpuWorker, chunk_payload_bytes
@@ -48,16 +49,6 @@ __all__ = ["UndercroftSpec"]
 _LOG = logging.getLogger(__name__)
 _KV_FORMAT = 1
 """Raised when the bytes this adapter stores for a chunk change."""
-
-
-def _log_where_vllm_logs() -> None:
-    """Our lines go where vLLM's go, unless the user set up loggers of their own."""
-    ours, theirs = logging.getLogger("undercroft"), logging.getLogger("vllm")
-    if not ours.handlers and theirs.handlers:
-        for handler in theirs.handlers:
-            ours.addHandler(handler)
-        ours.setLevel(theirs.getEffectiveLevel())
-        ours.propagate = False
 
 
 class _RegionWorker(CpuWorker):
@@ -111,7 +102,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        _log_where_vllm_logs()
+        log_where_vllm_logs()
         self._engine = from_engine(config)
         check_served(self._engine.config)
         self._settings = load(config.extra_config, environ=os.environ)
@@ -165,7 +156,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
     def get_manager(self) -> OffloadingManager:
         settings, config = self._settings, self._engine.config
         for note in settings.notes:
-            _LOG.info("undercroft: %s", note)
+            _LOG.info("%s", note)
         region = Region.join(
             self._region_config,
             role="scheduler",
@@ -189,7 +180,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             region.close()
             raise
         _LOG.info(
-            "undercroft: host memory holds %s, about %d tokens of this model",
+            "host memory holds %s, about %d tokens of this model",
             format_bytes(settings.host_bytes),
             tokens_that_fit(geometry, settings.host_bytes),
         )
@@ -233,7 +224,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
         hashed = key_hash(model.get("cache", {}).get("prefix_caching_hash_algo"), os.environ)
         for note in (fingerprint.note, hashed.note):
             if note:
-                _LOG.warning("undercroft: %s", note)
+                _LOG.warning("%s", note)
         ids = [group.group_id for group in config.groups]
         facts = EngineFacts(
             name="vllm",
@@ -244,5 +235,5 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             model=model,
         )
         made = namespace(self._engine, fingerprint, facts)
-        _LOG.info("undercroft: key space %s (engines that share chunks print the same)", made.id)
+        _LOG.info("key space %s (engines that share chunks print the same)", made.id)
         return made
