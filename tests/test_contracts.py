@@ -93,3 +93,27 @@ def test_a_new_room_needs_a_place(copy: Path) -> None:
     done = lint(copy)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "attic" in done.stdout
+
+
+def test_importing_does_nothing() -> None:
+    """No thread, no file and no engine comes of importing all that needs no engine."""
+    source = ROOT / "src"
+    files = sorted((source / "undercroft").rglob("*.py"))
+    names = [
+        ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+        for path in files
+        if not path.is_relative_to(source / "undercroft" / "engines" / "vllm")
+    ]
+    assert len(names) > 50
+    code = (
+        "import hypothesis, importlib, logging, numpy, os, pytest, sys, threading\n"
+        "before = sorted(os.listdir('/proc/self/fd'))\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "assert threading.active_count() == 1\n"
+        "assert sorted(os.listdir('/proc/self/fd')) == before\n"
+        "assert not logging.getLogger('undercroft').handlers\n"
+        "assert 'torch' not in sys.modules and 'vllm' not in sys.modules\n"
+    )
+    command = [sys.executable, "-c", code, *names]
+    done = subprocess.run(command, check=False, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

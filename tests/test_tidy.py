@@ -305,6 +305,21 @@ def test_no_asserts_in_the_library() -> None:
     assert not wrong
 
 
+def test_exemptions_say_why() -> None:
+    """A `noqa` and a `type: ignore` in the library each name a rule and give a reason."""
+    why = re.compile(r"noqa: [A-Z]+\d+(, ?[A-Z]+\d+)* - \w|type: ignore\[[\w, -]+\] # \w")
+    wrong = [
+        f"{source.name}:{number}: {line.strip()}"
+        for source in sources()
+        for number, line in enumerate(source.text.splitlines(), 1)
+        if re.search(r"# (noqa|type: ignore)", line) and not why.search(line)
+    ]
+    assert not wrong
+    assert why.search("x = 1  # noqa: S101 - a reason")
+    assert not why.search("x = 1  # noqa: S101")
+    assert not why.search("x = 1  # type: ignore[misc]")
+
+
 # --- plug-ins, errors, docs ---
 
 

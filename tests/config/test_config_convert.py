@@ -83,7 +83,7 @@ def configs(draw: st.DrawFn) -> OffloadingConfig:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(configs(), st.dictionaries(names, plain, max_size=3))
 def test_json_round_trip(config: OffloadingConfig, extras: dict[str, Any]) -> None:
     """What was written is what is read, extras included."""
@@ -94,7 +94,7 @@ def test_json_round_trip(config: OffloadingConfig, extras: dict[str, Any]) -> No
     assert to_json(from_json(text)) == text
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(configs())
 def test_our_own_object_converts_to_itself(config: OffloadingConfig) -> None:
     """Conversion reads by attribute; ours has all attributes and nothing more."""

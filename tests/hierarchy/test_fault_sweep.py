@@ -71,7 +71,9 @@ def run(world: World, label: str) -> int:
 def scenario(wrap: type[Checked], injector: Injector) -> None:
     """Store, restart, load, evict, reset, with the one fault of `injector` somewhere."""
     clock = ManualClock()
-    faulty = FaultyTier(MemoryTier(5 * (CHUNK_BYTES + 128), name="below"), injector, clock=clock)
+    faulty = FaultyTier(
+        MemoryTier(5 * (CHUNK_BYTES + Checked.overhead_bytes), name="below"), injector, clock=clock
+    )
     tier = wrap(faulty)
     worlds = [make(tier, clock)]
     try:
@@ -105,8 +107,8 @@ def tier_busy(world: World) -> bool:
 class Bare(Checked):
     """The same wrapper without its check: what is read is believed."""
 
-    def _fault(self, key: ChunkKey, frame: bytearray) -> str | None:
-        return None
+    def _verify(self, key: ChunkKey, block: memoryview, payload: memoryview) -> None:
+        pass
 
 
 @pytest.mark.parametrize("effect", list(Effect))

@@ -93,7 +93,9 @@ class HierarchyMachine(RuleBasedStateMachine):
     ) -> None:
         self.clock = ManualClock()
         names = ["near", "far"][:num_tiers]
-        self.below = [make_below(n, tier_chunks * (LARGE + 128), self.clock) for n in names]
+        self.below = [
+            make_below(n, tier_chunks * (LARGE + Checked.overhead_bytes), self.clock) for n in names
+        ]
         many = len(groups) > 1
         for below in self.below:  # as after a restart
             fill(below, groups)

@@ -95,7 +95,7 @@ def test_a_request_larger_than_level_0_keeps_its_prefix(worlds: list[World]) -> 
     world.engine.run(keys)
     assert is_prefix(held(world, keys))
     assert sum(held(world, keys)) == 12
-    assert world.counters.declined_chunks["host:full"] == 12
+    assert world.counters.declined_chunks["host", "full"] == 12
 
 
 class OneThreadOrder(MemoryTier):
@@ -146,7 +146,7 @@ def test_a_burst_reads_each_chunk_once(worlds: list[World]) -> None:
 
 def test_a_failed_chunk_loses_only_itself(worlds: list[World]) -> None:
     """Of ten chunks one is corrupt: its neighbours are kept, and it is written anew."""
-    memory = MemoryTier(64 * (CHUNK_BYTES + 128), name="below")
+    memory = MemoryTier(64 * (CHUNK_BYTES + Checked.overhead_bytes), name="below")
     keys = keys_of("a", 10)
     fault = Injector(Effect.FLIPPED_BIT, both(on_verb("read_into"), on_key(keys[5])))
     tier = Checked(FaultyTier(memory, fault))
@@ -226,7 +226,7 @@ def test_declining_costs_nothing_and_is_counted(worlds: list[World]) -> None:
     for step in range(1, 11):
         assert hierarchy.prepare_store(keys_of(f"b{step}", 20), writer).keys == []
         hierarchy.end_step()
-        assert world.counters.declined_chunks["host:full"] == 20 * step
+        assert world.counters.declined_chunks["host", "full"] == 20 * step
     assert type(hierarchy.pool._policies[0]).num_searched == 0
     hierarchy.complete_load(keys, reader)
     for request in (reader, writer):

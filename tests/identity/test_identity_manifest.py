@@ -21,11 +21,10 @@ from undercroft.identity import (
     EngineFacts,
     Fingerprint,
     KeyHash,
-    first_difference,
     key_hash,
     namespace,
 )
-from undercroft.keys import Namespace
+from undercroft.keys import Namespace, first_difference
 
 CONFIG = OffloadingConfig(
     groups=(

@@ -113,10 +113,10 @@ def test_too_much_host_memory_is_refused_with_both_numbers() -> None:
 
 
 def test_host_memory_below_one_chunk_is_refused_with_both_numbers() -> None:
-    """One chunk of each group is the least that works; slots are 4 KiB-aligned."""
-    check_sizes(load({"host": 12288}), [4096, 5000])
+    """One chunk of each group is the least that works."""
+    check_sizes(load({"host": 12288}), [4096, 8192])
     with pytest.raises(ConfigError, match=r"host is 12287 bytes.*needs 12288 bytes \(4096 \+ 8192"):
-        check_sizes(load({"host": 12287}), [4096, 5000])
+        check_sizes(load({"host": 12287}), [4096, 8192])
 
 
 def test_a_tier_below_one_chunk_is_refused_with_both_numbers() -> None:

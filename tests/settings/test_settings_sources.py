@@ -41,7 +41,7 @@ def test_defaults_are_the_designs() -> None:
     assert settings.drain_deadline_s == 1
     assert settings.shutdown_deadline_s == 3
     assert settings.join_deadline_s == 60
-    assert settings.restore_share == 1
+    assert settings.restore_share_ratio == 1
     assert settings.offload_prompt_only
     assert (settings.policy, settings.admission, settings.tiers) == ("lru", "always", ())
 
@@ -59,7 +59,7 @@ VALUES: dict[str, tuple[Any, str, Any]] = {
     "drain_deadline_s": ("4", "drain_deadline_s", 4.0),
     "shutdown_deadline_s": ("4", "shutdown_deadline_s", 4.0),
     "join_deadline_s": ("4", "join_deadline_s", 4.0),
-    "restore_share": ("0.5", "restore_share", 0.5),
+    "restore_share_ratio": ("0.5", "restore_share_ratio", 0.5),
     "max_queued_write_bytes": ("1MiB", "max_queued_write_bytes", 1024**2),
 }
 
@@ -170,8 +170,8 @@ def test_the_callers_objects_are_never_changed() -> None:
         ({"host": "1GiB", "tiers": [{**DISK, "num_threads": 0}]}, "num_threads of .* is 0"),
         ({"host": "1GiB", "tiers": [{**DISK, "direct": "perhaps"}]}, "direct of .* true or false"),
         ({"host": "1GiB", "tiers": [{**DISK, "locality": "NEAR"}]}, "locality .*LOCAL or REMOTE"),
-        ({"host": "1GiB", "restore_share": 1.5}, "restore_share .* is 1.5.*ratio"),
-        ({"host": "1GiB", "restore_share": 0}, "restore_share .* is 0.*ratio"),
+        ({"host": "1GiB", "restore_share_ratio": 1.5}, "restore_share_ratio .* is 1.5.*ratio"),
+        ({"host": "1GiB", "restore_share_ratio": 0}, "restore_share_ratio .* is 0.*ratio"),
         ({"host": "1GiB", "lookup_deadline_s": 0}, "lookup_deadline_s .* is 0.*seconds > 0"),
         ({"host": "1GiB", "lookup_deadline_s": "20ms"}, "'20ms'.*seconds"),
         ({"host": "1GiB", "offload_prompt_only": "maybe"}, "offload_prompt_only .*true or false"),

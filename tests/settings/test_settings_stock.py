@@ -58,8 +58,6 @@ def test_documented_multi_tier_example() -> None:
         f"{where}: type fs became disk",
         f"{where}: root_dir became path = /mnt/kv_cache",
         f"{where}: n_read_threads and n_write_threads became num_threads = 48",
-        "disk: no capacity is given, so it is bounded by half of what its file system has free, "
-        "at most 100 GiB",
     )
     assert all("\n" not in note for note in settings.notes)
 

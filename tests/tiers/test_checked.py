@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from undercroft.errors import (
     ConfigError,
@@ -25,8 +26,9 @@ from undercroft.testing.tier_suite import (
     chunk_of,
     key_of,
 )
-from undercroft.tiers.base import Bounded, Epochal, Indexed, Tier
+from undercroft.tiers.base import Bounded, Epochal, Following, Indexed, Tier
 from undercroft.tiers.checked import Checked
+from undercroft.tiers.frame import HEADER_BYTES
 from undercroft.tiers.memory import MemoryTier
 
 N = 4096
@@ -55,7 +57,9 @@ class TestChecked(RawHooks, IndexedSuite, BoundedSuite, EpochalSuite, TierSuite)
         return Checked(MemoryTier(capacity_bytes))
 
     def small(self, path: Path) -> Tier:
-        return self.make(path, (self.num_fitting_chunks + 1) * (self.chunk_bytes + 128) - 1)
+        return self.make(
+            path, (self.num_fitting_chunks + 1) * (self.chunk_bytes + HEADER_BYTES) - 1
+        )
 
 
 class TestUnchecked(RawHooks):
@@ -113,15 +117,38 @@ def test_the_wrapper_has_the_abilities_of_the_inner_tier_and_no_others() -> None
     assert out == chunk_of(key, N)
 
 
+class Shared(MemoryTier):
+    """A tier that took over one chunk of another process."""
+
+    num_refreshed = 0
+
+    def refresh(self) -> None:
+        self.num_refreshed += 1
+
+    def take_adopted(self) -> list[tuple[ChunkKey, int]]:
+        return [(key_of("adopted"), N + HEADER_BYTES)]
+
+
+def test_a_wrapped_tier_still_follows_others() -> None:
+    """What was adopted comes through, with the chunk's own length."""
+    inner = Shared(1 << 20)
+    tier = Checked(inner)
+    assert isinstance(tier, Following)
+    tier.refresh()
+    assert inner.num_refreshed == 1
+    assert list(tier.take_adopted()) == [(key_of("adopted"), N)]
+    assert not isinstance(Checked(MemoryTier(1)), Following)
+
+
 def test_room_and_lengths_are_those_of_the_chunk() -> None:
     """`free_chunks` counts the header in, `evictable` counts it out."""
-    tier = Checked(MemoryTier(2 * N + 255))
+    tier = Checked(MemoryTier(2 * (N + HEADER_BYTES) - 1))
     assert isinstance(tier, Bounded)
     assert isinstance(tier, Indexed)
     assert tier.free_chunks(N) == 1
     key = key_of("room")
     tier.write_from(key, chunk_of(key, N))
-    assert tier.used_bytes() == N + 128
+    assert tier.used_bytes() == N + HEADER_BYTES
     assert list(tier.evictable()) == [(key, N)]
     with pytest.raises(TierFull):
         tier.write_from(key_of("more"), chunk_of(key, N))
@@ -135,7 +162,7 @@ def test_another_namespace_is_not_served() -> None:
     key = key_of("shared")
     theirs.write_from(key, chunk_of(key, N))
     out = bytearray(N)
-    with pytest.raises(CorruptChunk, match="namespace"):
+    with pytest.raises(CorruptChunk, match="another chunk"):
         mine.read_into(key, memoryview(out))
     assert out == bytes(N), "a refused chunk must not reach the buffer"
 
@@ -147,9 +174,10 @@ def test_a_later_format_is_refused_and_kept() -> None:
     key = key_of("later")
     tier.write_from(key, chunk_of(key, N))
     later = bytearray(inner._chunks[key])
-    later[4:8] = struct.pack("<HH", 2, 2 ^ 0xFFFF)
+    later[8:10] = struct.pack("<H", 2)
+    later[4088:4096] = struct.pack("<Q", xxhash.xxh3_64_intdigest(later[:4088]))
     inner._chunks[key] = bytes(later)
-    with pytest.raises(FormatTooNew, match="format 2; this version reads up to 1"):
+    with pytest.raises(FormatTooNew, match="format version 2; this release reads up to 1"):
         tier.read_into(key, memoryview(bytearray(N)))
     assert tier.contains(key)
 

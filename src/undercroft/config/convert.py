@@ -159,7 +159,7 @@ def _build(
 ) -> _T:
     """One of our dataclasses from the engine's object; what we do not know goes to `extras`."""
     values: dict[str, Any] = {}
-    known = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    known = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type] # ours
     for name, f in known.items():
         if _has_default(f) and not hasattr(source, name):
             continue
@@ -193,7 +193,7 @@ def _plain_number(value: object) -> object:
     if isinstance(value, bool | str) or value is None:
         return value
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)  # type: ignore[arg-type] # tried
     except TypeError:
         return value
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from undercroft.admission.base import Admission
@@ -134,7 +135,7 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
             promote_deadline_s=settings.promote_deadline_s,
             drain_deadline_s=settings.drain_deadline_s,
             shutdown_deadline_s=settings.shutdown_deadline_s,
-            restore_share_ratio=settings.restore_share,
+            restore_share_ratio=settings.restore_share_ratio,
             max_cascade_waiting=_QUEUED_CHUNKS_PER_SLOT * max_slots,
         ),
         take_failed_stores=take_failed_stores,
@@ -142,15 +143,32 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
 
 
 def _admission(name: str, options: Mapping[str, Any], where: str) -> Admission:
-    make = find("admission", name)
-    try:
-        made: Admission = make(**options)
-    except TypeError as error:
-        takes = ", ".join(signature(make).parameters) or "no options"
-        raise ConfigError(
-            f"admission {name} of {where} has {', '.join(map(repr, options))}; it takes {takes}"
-        ) from error
+    made: Admission = _made(find("admission", name), f"admission {name} of {where}", options)
     return made
+
+
+def _made(
+    make: Callable[..., Any],
+    what: str,
+    options: Mapping[str, Any],
+    offered: Mapping[str, object] = MappingProxyType({}),
+) -> Any:  # noqa: ANN401 - the plug-in decides what it is
+    """Call a plug-in's factory with the user's options and what it takes of `offered`.
+
+    Raises:
+        ConfigError: The factory has no such option, or lacks one; the message lists them.
+    """
+    takes = signature(make)
+    given = {name: value for name, value in offered.items() if name in takes.parameters}
+    try:
+        bound = takes.bind(**given, **options)
+    except TypeError as error:
+        known = ", ".join(name for name in takes.parameters if name not in offered)
+        raise ConfigError(
+            f"{what} has the options {', '.join(map(repr, options)) or 'none'}: {error}; it takes "
+            f"{known or 'none'}"
+        ) from error
+    return make(*bound.args, **bound.kwargs)
 
 
 def _level(
@@ -205,7 +223,7 @@ def _open_tier(
 ) -> Tier | None:
     resolved, note = with_capacity(settings, own_bytes=_held_bytes(settings))
     if note:
-        _LOG.warning("undercroft: %s", note)
+        _LOG.warning("%s", note)
     if resolved.capacity_bytes is None:
         raise ConfigError(f"tier {settings.name} needs a capacity, such as 1TiB")
     options = {k: v for k, v in resolved.options.items() if k != "num_threads"}
@@ -213,21 +231,21 @@ def _open_tier(
         options["path"] = str(Path(options["path"]).expanduser())
     if "free_space_floor" in options:
         options["free_space_floor_bytes"] = options.pop("free_space_floor")
-    make = find("tiers", resolved.type)
+    offered = {
+        "name": resolved.name,
+        "namespace": namespace,
+        "capacity_bytes": resolved.capacity_bytes,
+        "clock": clock,
+        "num_replicas": num_replicas,
+    }
+    what = f"tier {resolved.name} (type {resolved.type})"
     try:
-        tier: Tier = make(
-            name=resolved.name,
-            namespace=namespace,
-            capacity_bytes=resolved.capacity_bytes,
-            clock=clock,
-            num_replicas=num_replicas,
-            **options,
-        )
+        tier: Tier = _made(find("tiers", resolved.type), what, options, offered)
     except TierError as error:
-        _LOG.error("undercroft: tier %s is left out: %s", settings.name, error)
+        _LOG.error("tier %s is left out: %s", settings.name, error)
         return None
     _LOG.info(
-        "undercroft: tier %s holds at most %s, about %d tokens of this model",
+        "tier %s holds at most %s, about %d tokens of this model",
         resolved.name,
         format_bytes(resolved.capacity_bytes),
         tokens_that_fit(geometry, resolved.capacity_bytes),

@@ -15,7 +15,7 @@ from undercroft.tiers.base import Tier
 
 __all__ = ["Attempts"]
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 class Attempts:
@@ -101,7 +101,7 @@ class Attempts:
             first = self.num_bugs == 1
         if first:
             text = traceback.format_exc()  # not the exception: a kept log record would keep buffers
-            _log.error("a bug in tier %r; further ones are only counted\n%s", self._tier.name, text)
+            _LOG.error("a bug in tier %r; further ones are only counted\n%s", self._tier.name, text)
 
 
 def _bare(error: KvError) -> KvError:

@@ -63,7 +63,7 @@ class Cascade:
         for name, waiting in self._waiting.items():
             room = max(0, self._max_waiting - len(waiting))
             if len(keys) > room:
-                self._counters.declined_chunks[f"{name}:queue_full"] += len(keys) - room
+                self._counters.declined_chunks[name, "queue_full"] += len(keys) - room
             waiting.extend((key, 0) for key in keys[:room])
 
     def submit(self) -> None:
@@ -82,7 +82,7 @@ class Cascade:
     def _offer(self, level: Level, key: ChunkKey, slot: int, attempt: int) -> None:
         slots = self._pool.slots
         if slot < 0:
-            self._counters.declined_chunks[f"{level.name}:evicted_before_its_turn"] += 1
+            self._counters.declined_chunks[level.name, "evicted_before_its_turn"] += 1
             return
         if slots.states[slot] < SlotState.READY:
             return  # voided and stored anew: its store offers it again

@@ -10,7 +10,7 @@ __all__ = ["Counters"]
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start. Keys of the `Counter`s are reasons or level names."""
+    """Totals since start. Keys of the `Counter`s are reasons or level names, unless it is said."""
 
     lookup_hits: int = 0
     lookup_pending: int = 0
@@ -19,7 +19,8 @@ class Counters:
     stored_bytes: int = 0
     loaded_chunks: int = 0
     loaded_bytes: int = 0
-    declined_chunks: Counter[str] = field(default_factory=Counter)
+    declined_chunks: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By (level, reason)."""
     promoted_chunks: Counter[str] = field(default_factory=Counter)
     promoted_bytes: Counter[str] = field(default_factory=Counter)
     cascaded_chunks: Counter[str] = field(default_factory=Counter)

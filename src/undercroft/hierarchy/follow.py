@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 
+from undercroft.clock import Clock
 from undercroft.errors import KvError
+from undercroft.log import SparingLog
 from undercroft.tiers.base import Following
 
 __all__ = ["Follower"]
@@ -21,26 +23,24 @@ class Follower:
 
     Args:
         name: The tier's name, for the thread's.
+        clock: For how often a failure is told.
     """
 
-    def __init__(self, tier: Following, name: str) -> None:
+    def __init__(self, tier: Following, name: str, clock: Clock) -> None:
         self._tier = tier
         self._name = name
+        self._log = SparingLog(_LOG, clock)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"undercroft-{name}-follow")
         self._thread.daemon = True
         self._thread.start()
 
     def _run(self) -> None:
-        is_failing = False
         while not self._stop.wait(_PERIOD_S):
             try:
                 self._tier.refresh()
-                is_failing = False
             except KvError as error:
-                if not is_failing:
-                    _LOG.warning("tier %s cannot follow other processes: %s", self._name, error)
-                is_failing = True
+                self._log.warning("tier %s cannot follow other processes: %s", self._name, error)
 
     def close(self, timeout_s: float) -> None:
         """Stop; waits at most `timeout_s` for a refresh under way."""

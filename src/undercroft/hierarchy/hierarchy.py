@@ -26,6 +26,7 @@ from undercroft.hierarchy.slots import SlotState
 from undercroft.hierarchy.stores import LEVEL_0, StorePlan, Stores, failed_chunk
 from undercroft.key_table import SHARD_SHIFT
 from undercroft.keys import ChunkKey
+from undercroft.log import SparingLog
 
 __all__ = ["LEVEL_0", "Hierarchy", "Limits", "StorePlan", "failed_chunk"]
 
@@ -86,6 +87,7 @@ class Hierarchy:
         self._states = self.pool.slots.states
         self._buffer = buffer
         self._clock = clock
+        self._log = SparingLog(_LOG, clock)
         self._limits = limits
         self._step = 0
         self._polled_step = -1
@@ -360,7 +362,7 @@ class Hierarchy:
             if not kept:
                 self._let_go(request)
         if any(level.epoch_moved() for level in self.levels):
-            _LOG.warning("another engine dropped the shared cache; this one forgets it too")
+            self._log.warning("another engine dropped the shared cache; this one forgets it too")
             self._forget_all(raise_epoch=False)
         self._step += 1
 

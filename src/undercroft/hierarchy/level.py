@@ -10,13 +10,14 @@ from itertools import islice
 from undercroft.admission.always import Always
 from undercroft.admission.base import Admission
 from undercroft.clock import Clock
-from undercroft.errors import CorruptChunk, KvError, TierFull
+from undercroft.errors import ConfigError, CorruptChunk, KvError, TierClosed, TierFull
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
 from undercroft.hierarchy.follow import Follower
 from undercroft.hierarchy.outcome import Done, Op
 from undercroft.hierarchy.transfers import Transfers
 from undercroft.keys import ChunkKey
+from undercroft.log import SparingLog
 from undercroft.policies.base import EvictionPolicy
 from undercroft.tiers.base import Bounded, Epochal, Following, Indexed, Tier
 
@@ -46,6 +47,9 @@ class Level:
         make_policy: Called once per size class with the number of chunks it could have.
         admission: Asked once per chunk offered.
         write_deadline_s: How long a queued write may take.
+
+    Raises:
+        ConfigError: The tier is not `Indexed`.
     """
 
     def __init__(  # noqa: PLR0913 - the one place where a level is put together
@@ -63,7 +67,11 @@ class Level:
         write_deadline_s: float,
     ) -> None:
         if not isinstance(tier, Indexed):
-            raise TypeError(f"tier {tier.name!r} keeps no index in memory; such tiers come later")
+            raise ConfigError(
+                f"tier {tier.name!r} keeps no index in memory (`Indexed`), and such tiers are "
+                "not served yet: leave it out, or give it one",
+                tier=tier.name,
+            )
         self.name = tier.name
         self.tier = tier
         self._indexed: Indexed = tier
@@ -76,6 +84,7 @@ class Level:
         self.is_choosy = not isinstance(admission, Always)
         """Whether its admission may refuse a chunk, and so must not be asked twice for one use."""
         self._clock = clock
+        self._log = SparingLog(_LOG, clock)
         self._counters = counters
         self._events = events
         self._write_deadline_s = write_deadline_s
@@ -95,7 +104,7 @@ class Level:
         self._stop = threading.Event()
         self._adopt(tier.evictable())
         self._following = tier if isinstance(tier, Following) else None
-        self._follower = Follower(self._following, self.name) if self._following else None
+        self._follower = Follower(self._following, self.name, clock) if self._following else None
 
     def _capacity_chunks(self, num_bytes: int) -> int:
         return self._bounded.capacity_bytes // num_bytes if self._bounded else _UNBOUNDED_CHUNKS
@@ -167,7 +176,7 @@ class Level:
         return ticket
 
     def _decline(self, reason: str) -> None:
-        self._counters.declined_chunks[f"{self.name}:{reason}"] += 1
+        self._counters.declined_chunks[self.name, reason] += 1
 
     def make_room(self, size_class: int, num_chunks: int) -> None:
         """Delete the coldest chunks, so that `num_chunks` and a little more fit."""
@@ -205,6 +214,7 @@ class Level:
             self._events.add(self.name, key, removed=True)
         if error is not None:
             self._counters.dropped_chunks[self.name, drop_reason(error)] += 1
+            self._tell(done.op, error)
             if isinstance(error, TierFull):
                 self._free[size_class] = 0  # whatever it said before
                 self.make_room(size_class, 1)
@@ -219,6 +229,11 @@ class Level:
         return (found_nothing or isinstance(outcome.error, CorruptChunk)) and not self._indexed.has(
             outcome.key
         )
+
+    def _tell(self, op: Op, error: KvError) -> None:
+        """Say why, once a minute; what is full, being reset or closed is no news."""
+        if self._raiser is None and not isinstance(error, TierFull | TierClosed):
+            self._log.warning("tier %s failed to %s a chunk: %s", self.name, op.value, error)
 
     def _settle_write(self, done: Done) -> None:
         key, error = done.outcome.key, done.outcome.error
@@ -292,7 +307,7 @@ class Level:
             try:
                 self._make_void(raise_epoch=raise_epoch)
             except Exception as error:  # noqa: BLE001 - a stranger's tier may raise anything
-                _LOG.warning("tier %s: the epoch cannot be raised yet: %s", self.name, error)
+                self._log.warning("tier %s: the epoch cannot be raised yet: %s", self.name, error)
                 self._stop.wait(_RAISE_RETRY_S)
                 continue
             if drained:

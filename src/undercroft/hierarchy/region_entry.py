@@ -32,7 +32,7 @@ from undercroft.hierarchy.rendezvous import SeatLock, sweep_dead_regions
 
 __all__ = ["Entrance", "Growth", "RegionConfig", "Waiting"]
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 _PIECE_BYTES = 64 << 20
 _FIRST_BYTES = 256 << 20  # allocated by the creator before anybody joins
@@ -157,7 +157,7 @@ class Entrance:
         size = os.fstat(self.lock.fd).st_blocks * 512
         self.lock.unlink()
         if size:
-            _log.warning(
+            _LOG.warning(
                 "removed %s, left by a dead start of engine %s: %d bytes freed",
                 self.lock.path,
                 self.config.engine_id,
@@ -304,7 +304,7 @@ class Growth:
             while ready_bytes < shape.total_bytes and not self._stopping.is_set():
                 ready_bytes, error = _allocate_piece(self._fd, shape, ready_bytes)
                 if error is not None:
-                    _log.warning(
+                    _LOG.warning(
                         "host memory of engine %s stays at %d of %d bytes: %s",
                         self._config.engine_id,
                         ready_bytes,

@@ -26,7 +26,7 @@ from undercroft.errors import ConfigError
 
 __all__ = ["SeatLock", "region_path", "sweep_dead_regions"]
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 _DOOR_BYTE = 0
 _FIRST_SEAT_BYTE = 1
@@ -119,7 +119,9 @@ class SeatLock:
         except FileNotFoundError as error:
             if self.path.parent.is_dir():
                 return False
-            raise ConfigError(f"host region: no directory {self.path.parent}") from error
+            raise ConfigError(
+                f"host region: no directory {self.path.parent}: mount a memory file system there"
+            ) from error
         except OSError as error:
             raise ConfigError(f"host region: cannot open {self.path}: {error.strerror}") from error
         self._check_ours()
@@ -218,7 +220,7 @@ def _sweep_one(fd: int, path: Path) -> None:
     if _is_linked_at(fd, path):
         with suppress(FileNotFoundError):
             path.unlink()
-            _log.warning(
+            _LOG.warning(
                 "removed %s, the region of a dead engine: %d bytes freed",
                 path,
                 status.st_blocks * 512,

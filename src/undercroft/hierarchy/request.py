@@ -74,7 +74,7 @@ def _no_position(_key: ChunkKey) -> int | None:
 
 
 class Request:
-    """State of one request. Made by `Hierarchy.open_request`; opaque to adapters.
+    """State of one request; adapters make it, pass it with each call, and leave it alone.
 
     Args:
         request_id: The engine's name of the request.

@@ -115,7 +115,7 @@ class Stores:
         return StorePlan(keys, [slots[key] for key in keys], store_id)
 
     def _decline(self, reason: str, count: int) -> None:
-        self._counters.declined_chunks[f"{LEVEL_0}:{reason}"] += count
+        self._counters.declined_chunks[LEVEL_0, reason] += count
 
     def complete(
         self, keys: AbstractSet[ChunkKey], request: Request, *, success: bool

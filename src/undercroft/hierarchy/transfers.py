@@ -31,7 +31,7 @@ from undercroft.tiers.base import Tier
 
 __all__ = ["TransferLimits", "Transfers"]
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 _READ, _WRITE, _DELETE = Op.READ, Op.WRITE, Op.DELETE
 _QUEUED, _RUNNING = MoveState.QUEUED, MoveState.RUNNING
@@ -283,11 +283,6 @@ class Transfers:
         return self._queue.num_writes
 
     @property
-    def num_queued_deletes(self) -> int:
-        """Deletes that have not started."""
-        return self._queue.num_deletes
-
-    @property
     def queued_write_bytes(self) -> int:
         """Bytes of the writes that have not started."""
         return self._queue.write_bytes
@@ -370,7 +365,7 @@ class Transfers:
         try:
             self._tier.close()
         except Exception as exc:  # noqa: BLE001 - whatever a tier raises, we are done with it
-            _log.warning("tier %r failed to close: %r", self._tier.name, exc)
+            _LOG.warning("tier %r failed to close: %r", self._tier.name, exc)
         finally:
             with self._lock:
                 self._tier_closed = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 from undercroft.identity.manifest import (
     EngineFacts,
     KeyHash,
-    first_difference,
     key_hash,
     namespace,
 )
@@ -15,7 +14,6 @@ __all__ = [
     "EngineFacts",
     "Fingerprint",
     "KeyHash",
-    "first_difference",
     "key_hash",
     "namespace",
     "weights_fingerprint",

@@ -7,7 +7,7 @@ They decide where chunks are and for how long, not what is in them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from undercroft.errors import ConfigError
 from undercroft.identity.weights import Fingerprint
 from undercroft.keys import Namespace
 
-__all__ = ["MANIFEST_FORMAT", "EngineFacts", "KeyHash", "first_difference", "key_hash", "namespace"]
+__all__ = ["MANIFEST_FORMAT", "EngineFacts", "KeyHash", "key_hash", "namespace"]
 
 MANIFEST_FORMAT = 1
 """Raised when a field is added to the manifest, renamed, or changes its meaning."""
@@ -167,36 +167,3 @@ def _topology(config: OffloadingConfig) -> dict[str, Any]:
         "pcp_size": parallel.pcp_size,
         "dcp_size": parallel.dcp_size,
     }
-
-
-def first_difference(a: Namespace, b: Namespace) -> str | None:
-    """The first field in which two manifests differ, with both values; None if they are equal.
-
-    Fields are compared in the order of `a`; one made by `namespace` puts first what is likely to
-    explain the rest: engine, model, groups, and so on.
-    """
-    return next(_differences("", a.manifest, b.manifest), None)
-
-
-def _differences(path: str, a: object, b: object) -> Iterator[str]:
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        for key in [*a, *(key for key in b if key not in a)]:
-            below = f"{path}.{key}" if path else str(key)
-            yield from _differences(below, a.get(key, _ABSENT), b.get(key, _ABSENT))
-    elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        for index in range(max(len(a), len(b))):
-            left, right = (v[index] if index < len(v) else _ABSENT for v in (a, b))
-            yield from _differences(f"{path}[{index}]", left, right)
-    elif type(a) is not type(b) or a != b:
-        yield f"{path}: {_shown(a)} here, {_shown(b)} there"
-
-
-class _Absent:
-    pass
-
-
-_ABSENT = _Absent()
-
-
-def _shown(value: object) -> str:
-    return "absent" if value is _ABSENT else repr(value)

@@ -27,7 +27,6 @@ __all__ = [
 DEFAULT_CAPACITY_BYTES = 100 * 1024**3
 """At most this much for stock's `fs` tier when no capacity is written."""
 
-_SLOT_ALIGNMENT_BYTES = 4096
 _UNLIMITED_BYTES = 2**60
 _Files = tuple[str, str, tuple[str, ...]]
 _V1: _Files = (
@@ -105,21 +104,20 @@ def check_host_bytes(host_bytes: int, limits: HostLimits) -> None:
 
 
 def check_sizes(
-    settings: Settings, chunk_bytes: Sequence[int], limits: HostLimits | None = None
+    settings: Settings, slot_bytes: Sequence[int], limits: HostLimits | None = None
 ) -> None:
     """Refuse sizes that cannot work with this model's chunks.
 
     Args:
         settings: What the user wrote.
-        chunk_bytes: Bytes of one chunk, all ranks together, for each group.
+        slot_bytes: Bytes that one chunk takes, all ranks together, for each group.
         limits: As `host_limits` says; None leaves the machine out of it.
 
     Raises:
         ConfigError: The message has the bytes needed and the bytes there are.
     """
-    aligned = [-(-n // _SLOT_ALIGNMENT_BYTES) * _SLOT_ALIGNMENT_BYTES for n in chunk_bytes]
-    needed = sum(aligned)
-    each = " + ".join(str(n) for n in aligned)
+    needed = sum(slot_bytes)
+    each = " + ".join(map(str, slot_bytes))
     if settings.host_bytes < needed:
         raise ConfigError(
             f"host is {settings.host_bytes} bytes, but one chunk of each group needs {needed} "

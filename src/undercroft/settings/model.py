@@ -73,7 +73,7 @@ class Settings:
         drain_deadline_s: The same.
         shutdown_deadline_s: The same.
         join_deadline_s: The same.
-        restore_share: Share of host memory promotions may hold at once, in (0, 1].
+        restore_share_ratio: Share of host memory promotions may hold at once, in (0, 1].
         engine: Keys the engine reads itself, as parsed; nothing here acts on them.
         notes: What has to be said at start: one line each.
     """
@@ -92,7 +92,7 @@ class Settings:
     drain_deadline_s: float = 1.0
     shutdown_deadline_s: float = 3.0
     join_deadline_s: float = 60.0
-    restore_share: float = 1.0
+    restore_share_ratio: float = 1.0
     engine: Mapping[str, Any] = field(default_factory=_nothing)
     notes: tuple[str, ...] = field(default=(), compare=False)
 
@@ -126,16 +126,10 @@ def build(
     parsed.setdefault("max_queued_write_bytes", max(1, host_bytes // 4))
     _spread_admission(parsed)
     parsed["tiers"] = _tiers(parsed.get("tiers", []), origins.get("tiers", ""))
-    unbounded = tuple(
-        f"{tier.name}: no capacity is given, so it is bounded by half of what its file system has "
-        f"free, at most 100 GiB"
-        for tier in parsed["tiers"]
-        if tier.capacity_bytes is None
-    )
     return Settings(
         host_bytes=host_bytes,
         engine=MappingProxyType(dict(engine)),
-        notes=(*notes, *unbounded),
+        notes=notes,
         **parsed,
     )
 

@@ -19,6 +19,9 @@ __all__ = ["Bounded", "Epochal", "Following", "Indexed", "Tier"]
 class Tier(Protocol):
     """Where chunks of one namespace live below level 0.
 
+    Made once per engine, with what its constructor names of `name`, `namespace`, `capacity_bytes`,
+    `clock`, `num_replicas`, and with the user's options.
+
     Buffers are contiguous uint8 views. Their length is the chunk's length; the hierarchy passes
     whole slots (4 KiB-aligned address, length a multiple of 4 KiB), others may pass anything.
     Threads: all verbs may be called from many threads at once, and may block.

@@ -35,7 +35,7 @@ import xxhash
 from undercroft.errors import CorruptChunk, FormatTooNew
 from undercroft.keys import MAX_KEY_BYTES
 
-__all__ = ["FORMAT_VERSION", "HEADER_BYTES", "Frame", "checksum", "pack", "unpack"]
+__all__ = ["FORMAT_VERSION", "HEADER_BYTES", "Frame", "checksum", "pack", "unpack", "verify"]
 
 FORMAT_VERSION = 1
 HEADER_BYTES = 4096
@@ -107,3 +107,30 @@ def unpack(block: memoryview) -> Frame:
     if not 1 <= key_bytes <= MAX_KEY_BYTES:
         raise CorruptChunk(f"the header says {key_bytes} bytes of key")
     return Frame(key[:key_bytes], space, epoch, sequence, payload_bytes, payload)
+
+
+def verify(
+    block: memoryview, payload: memoryview, *, key: bytes, namespace: bytes, epoch: int
+) -> None:
+    """Raise unless `block` and `payload` are, wholly and exactly, that chunk of that epoch.
+
+    Args:
+        block: `(HEADER_BYTES,)` uint8, as read.
+        payload: As read, padding left out.
+        key: Whose chunk was asked for.
+        namespace: Digest of the namespace it was asked for in.
+        epoch: The only epoch that may be served.
+
+    Raises:
+        CorruptChunk: It is not; the message says in what.
+        FormatTooNew: A later version wrote it.
+    """
+    head = unpack(block)
+    if head.key != key or head.namespace != namespace:
+        raise CorruptChunk("the record belongs to another chunk")
+    if head.epoch != epoch:
+        raise CorruptChunk(f"the record is of epoch {head.epoch}, not {epoch}")
+    if head.payload_bytes != len(payload):
+        raise CorruptChunk(f"{head.payload_bytes} bytes are stored, {len(payload)} were asked for")
+    if head.payload_checksum != checksum(payload):
+        raise CorruptChunk("the payload's checksum differs")

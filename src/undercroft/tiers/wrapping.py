@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, Self
 
 from undercroft.keys import ChunkKey
-from undercroft.tiers.base import Bounded, Epochal, Indexed, Tier
+from undercroft.tiers.base import Bounded, Epochal, Following, Indexed, Tier
 
 __all__ = ["WrappingTier"]
 
@@ -15,7 +15,7 @@ __all__ = ["WrappingTier"]
 class WrappingTier:
     """Base of wrappers: holds the inner tier and passes its abilities on; the verbs are yours.
 
-    The wrapper is `Indexed`, `Bounded` or `Epochal` exactly if the inner tier is.
+    The wrapper is `Indexed`, `Bounded`, `Epochal` or `Following` exactly if the inner tier is.
 
     Args:
         inner: The tier inside; closed with this one.
@@ -66,15 +66,23 @@ class _EpochalAbility(WrappingTier):
         return int(self.inner.raise_epoch())
 
 
+class _FollowingAbility(WrappingTier):
+    def refresh(self) -> None:
+        self.inner.refresh()
+
+    def take_adopted(self) -> Iterable[tuple[ChunkKey, int]]:
+        extra = self.overhead_bytes
+        return ((key, num_bytes - extra) for key, num_bytes in self.inner.take_adopted())
+
+
 def _abilities(inner: Tier) -> tuple[type[WrappingTier], ...]:
-    found: list[type[WrappingTier]] = []
-    if isinstance(inner, Indexed):
-        found.append(_IndexedAbility)
-    if isinstance(inner, Bounded):
-        found.append(_BoundedAbility)
-    if isinstance(inner, Epochal):
-        found.append(_EpochalAbility)
-    return tuple(found)
+    pairs: tuple[tuple[type, type[WrappingTier]], ...] = (
+        (Indexed, _IndexedAbility),
+        (Bounded, _BoundedAbility),
+        (Epochal, _EpochalAbility),
+        (Following, _FollowingAbility),
+    )
+    return tuple(passes_on for ability, passes_on in pairs if isinstance(inner, ability))
 
 
 @cache

@@ -276,7 +276,7 @@ def test_store_threshold_counts_offers_as_in_stock_vllm():
             assert len(out.store_spec.offsets) == len(expected)
             m.complete_store(set(out.keys_to_store), mine)
             m.on_request_finished(mine)
-        declined = m.hierarchy.counters.declined_chunks["host:not_admitted"]
+        declined = m.hierarchy.counters.declined_chunks["host", "not_admitted"]
         assert declined == stock.stores_skipped_in_current_batch > 0
 
 
@@ -304,6 +304,6 @@ def test_a_tiers_admission_counts_requests(tmp_path):
         counters = rig.hierarchy.counters
         rig.run(prompt(1, 160))
         assert counters.cascaded_chunks["disk"] == 0
-        assert counters.declined_chunks["disk:not_admitted"] == 10
+        assert counters.declined_chunks["disk", "not_admitted"] == 10
         rig.run(prompt(1, 160))
         assert counters.cascaded_chunks["disk"] == 10

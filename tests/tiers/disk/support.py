@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,12 @@ def disk(path: Path | str, **settings: Any) -> DiskTier:
     return DiskTier(str(path), **given)
 
 
+@lru_cache(1024)
 def key(number: int) -> ChunkKey:
     return ChunkKey(hashlib.sha256(b"%d" % number).digest() + b"\0\0\0\0")
 
 
+@lru_cache(1024)
 def content(of: bytes, num_bytes: int = 4096) -> bytes:
     return hashlib.shake_128(of).digest(num_bytes)
 

@@ -264,7 +264,7 @@ def test_two_manifests_of_one_id_are_told_apart(
     monkeypatch.setattr(Namespace, "id", "ab" * 16)
     disk(tmp_path).close()
     other = Namespace({**NAMESPACE.manifest, "cache": {"dtype": "fp8"}})
-    with pytest.raises(ConfigError, match=r"cache\.dtype is 'bf16', wanted 'fp8'"):
+    with pytest.raises(ConfigError, match=r"cache\.dtype: 'fp8' here, 'bf16' there"):
         disk(tmp_path, namespace=other)
 
 

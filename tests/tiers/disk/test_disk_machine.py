@@ -1,5 +1,6 @@
 """Any history of verbs, restarts and damage, against a dictionary."""
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -26,7 +27,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="undercroft-test-"))
+        self.path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix=f"undercroft-test-{os.getpid()}-"))
         self.clock = ManualClock()
         self.tier = self.opened()
         self.model: set[int] = set()

@@ -16,10 +16,11 @@ from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 from undercroft.errors import ConfigError
+from undercroft.hierarchy.region_control import MAX_RANKS, NONCE_BYTES
 
 __all__ = ["leave_facts", "model_facts", "take_facts"]
 
-_OFFSET = 4096
+_OFFSET = NONCE_BYTES * (MAX_RANKS + 1)
 """Behind the nonces by which the region proves itself."""
 _MAGIC = b"UCFACTS1"
 _HEADER_BYTES = len(_MAGIC) + 4
@@ -78,7 +79,9 @@ def leave_facts(buffer: memoryview) -> None:
     packed = zlib.compress(text.encode())
     end = _OFFSET + _HEADER_BYTES + len(packed)
     if end > len(buffer):
-        raise ConfigError(f"host is {len(buffer)} bytes, but {end} bytes are needed at least")
+        raise ConfigError(
+            f"host is {len(buffer)} bytes, but {end} bytes are needed at least; raise host"
+        )
     header = _MAGIC + len(packed).to_bytes(4, "little")
     buffer[_OFFSET:end] = header + packed
 
@@ -91,7 +94,9 @@ def take_facts(buffer: memoryview) -> Mapping[str, Any]:
     """
     header = bytes(buffer[_OFFSET : _OFFSET + _HEADER_BYTES])
     if not header.startswith(_MAGIC):
-        raise ConfigError("the ranks left no facts: they run another version of undercroft")
+        raise ConfigError(
+            "the ranks left no facts: they run another version of undercroft; install the same"
+        )
     start = _OFFSET + _HEADER_BYTES
     end = start + int.from_bytes(header[len(_MAGIC) :], "little")
     facts: dict[str, Any] = json.loads(zlib.decompress(bytes(buffer[start:end])))

@@ -56,14 +56,14 @@ def _safe(default: Callable[[], Any]) -> Callable[[Callable[..., _T]], Callable[
 
     def wrap(method: Callable[..., _T]) -> Callable[..., _T]:
         @wraps(method)
-        def call(self: UndercroftManager, *args: Any, **kwargs: Any) -> _T:  # noqa: ANN401
+        def call(self: UndercroftManager, *args: Any, **kwargs: Any) -> _T:  # noqa: ANN401 - passed on
             if self.is_off:
-                return default()  # type: ignore[no-any-return]
+                return default()  # type: ignore[no-any-return] # a _T
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the engine dies of whatever passes
                 self.switch_off(error)
-                return default()  # type: ignore[no-any-return]
+                return default()  # type: ignore[no-any-return] # a _T
 
         return call
 
@@ -79,7 +79,7 @@ def _nothing_stored() -> PrepareStoreOutput:
     return PrepareStoreOutput([], SlotSpec([], []), [])
 
 
-class UndercroftManager(OffloadingManager):  # type: ignore[misc]
+class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     """See the module. One per engine replica.
 
     Args:
@@ -117,7 +117,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc]
         self.is_off = True
         self.hierarchy.counters.broken_invariants += 1
         _LOG.error(
-            "undercroft: internal fault, the cache is off until the engine restarts; "
+            "internal fault, the cache is off until the engine restarts; "
             "requests are recomputed. Please report this.",
             exc_info=error,
         )
@@ -284,8 +284,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc]
             in_time = self._void_levels()
         if not in_time:
             _LOG.warning(
-                "undercroft: a lower level did not take the reset in time; it stays unused until "
-                "it has"
+                "a lower level did not take the reset in time; it stays unused until it has"
             )
 
     def _void_levels(self) -> bool:
@@ -297,7 +296,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc]
                 in_time &= level.wait_void(self._reset_s)
             except Exception:  # noqa: BLE001 - the other levels get their turn
                 in_time = False
-                _LOG.exception("undercroft: tier %s could not be reset", level.name)
+                _LOG.exception("tier %s could not be reset", level.name)
         return in_time
 
     @override
@@ -306,4 +305,4 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc]
             try:
                 close()
             except Exception:  # noqa: BLE001 - nothing may keep the engine from stopping
-                _LOG.exception("undercroft: fault while shutting down")
+                _LOG.exception("fault while shutting down")

@@ -87,9 +87,8 @@ def _counters(hierarchy: Hierarchy) -> Iterator[tuple[str, tuple[str, ...], int]
             yield name, (level,), count
     for labels, count in counters.dropped_chunks.items():
         yield "dropped_chunks", labels, count
-    for where, count in counters.declined_chunks.items():
-        level, _, reason = where.rpartition(":")
-        yield "declined_chunks", (level, reason), count
+    for labels, count in counters.declined_chunks.items():
+        yield "declined_chunks", labels, count
 
 
 def _gauges(hierarchy: Hierarchy) -> Iterator[tuple[str, tuple[str, ...], float]]:

@@ -20,7 +20,7 @@ from undercroft.errors import Bug, KvError
 
 __all__ = ["Job", "Mover"]
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -123,7 +123,7 @@ class Mover:
                 self._run(job)
             reason: Exception = KvError("the worker shut down")
         except Exception as error:  # noqa: BLE001 - waiters must not wait for a dead thread
-            _log.exception("the mover has broken down")
+            _LOG.exception("the mover has broken down")
             reason = error
         with self._changed:
             broke_down, self._is_stopping = not self._is_stopping, True

@@ -32,13 +32,14 @@ from undercroft.clock import Clock, SystemClock
 from undercroft.config import check_served, from_engine, to_json
 from undercroft.engines.assemble import Geometry, assemble, check_plugins, tokens_that_fit
 from undercroft.engines.vllm.facts import leave_facts, take_facts
+from undercroft.engines.vllm.log_lines import log_where_vllm_logs
 from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, group_key
 from undercroft.engines.vllm.metrics import metric_definitions
 from undercroft.engines.vllm.worker import CpuWorker, chunk_payload_bytes
 from undercroft.hierarchy.hierarchy import failed_chunk
 from undercroft.hierarchy.region import Region, RegionConfig
 from undercroft.hierarchy.rendezvous import sweep_dead_regions
-from undercroft.hierarchy.slots import SLOT_ALIGNMENT_BYTES
+from undercroft.hierarchy.slots import SLOT_ALIGNMENT_BYTES, slot_bytes_for
 from undercroft.identity import EngineFacts, key_hash, namespace, weights_fingerprint
 from undercroft.keys import ChunkKey, Namespace
 from undercroft.settings import check_host_bytes, check_sizes, format_bytes, host_limits, load
@@ -46,19 +47,8 @@ from undercroft.settings import check_host_bytes, check_sizes, format_bytes, hos
 __all__ = ["UndercroftSpec"]
 
 _LOG = logging.getLogger(__name__)
-_PAGE = SLOT_ALIGNMENT_BYTES
 _KV_FORMAT = 1
 """Raised when the bytes this adapter stores for a chunk change."""
-
-
-def _log_where_vllm_logs() -> None:
-    """Our lines go where vLLM's go, unless the user set up loggers of their own."""
-    ours, theirs = logging.getLogger("undercroft"), logging.getLogger("vllm")
-    if not ours.handlers and theirs.handlers:
-        for handler in theirs.handlers:
-            ours.addHandler(handler)
-        ours.setLevel(theirs.getEffectiveLevel())
-        ours.propagate = False
 
 
 class _RegionWorker(CpuWorker):
@@ -103,7 +93,7 @@ class _RegionWorker(CpuWorker):
             self._seat = None
 
 
-class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
+class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
     """Names Undercroft to vLLM: `spec_name` of `kv_connector_extra_config`.
 
     Raises:
@@ -112,7 +102,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        _log_where_vllm_logs()
+        log_where_vllm_logs()
         self._engine = from_engine(config)
         check_served(self._engine.config)
         self._settings = load(config.extra_config, environ=os.environ)
@@ -127,7 +117,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
         self._region_config = RegionConfig(
             engine_id=config.engine_id,
             num_ranks=config.parallel.world_size,
-            total_bytes=self._settings.host_bytes // _PAGE * _PAGE,
+            total_bytes=self._settings.host_bytes // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES,
             identity=identity.digest(),
         )
 
@@ -143,7 +133,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
     @override
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         chunk_bytes = chunk_payload_bytes(kv_caches, self.blocks_per_chunk)
-        check_sizes(self._settings, chunk_bytes)
+        check_sizes(self._settings, [slot_bytes_for(n) for n in chunk_bytes])
         # What a killed engine left would count as used, and keep this one from ever starting.
         sweep_dead_regions(self._region_config.directory, keep=Path())
         check_host_bytes(self._settings.host_bytes, host_limits())
@@ -166,7 +156,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
     def get_manager(self) -> OffloadingManager:
         settings, config = self._settings, self._engine.config
         for note in settings.notes:
-            _LOG.info("undercroft: %s", note)
+            _LOG.info("%s", note)
         region = Region.join(
             self._region_config,
             role="scheduler",
@@ -190,7 +180,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
             region.close()
             raise
         _LOG.info(
-            "undercroft: host memory holds %s, about %d tokens of this model",
+            "host memory holds %s, about %d tokens of this model",
             format_bytes(settings.host_bytes),
             tokens_that_fit(geometry, settings.host_bytes),
         )
@@ -234,7 +224,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
         hashed = key_hash(model.get("cache", {}).get("prefix_caching_hash_algo"), os.environ)
         for note in (fingerprint.note, hashed.note):
             if note:
-                _LOG.warning("undercroft: %s", note)
+                _LOG.warning("%s", note)
         ids = [group.group_id for group in config.groups]
         facts = EngineFacts(
             name="vllm",
@@ -245,5 +235,5 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc]
             model=model,
         )
         made = namespace(self._engine, fingerprint, facts)
-        _LOG.info("undercroft: key space %s (engines that share chunks print the same)", made.id)
+        _LOG.info("key space %s (engines that share chunks print the same)", made.id)
         return made

@@ -14,7 +14,7 @@ from undercroft.errors import Bug
 __all__ = ["SlotSpec"]
 
 
-class SlotSpec(LoadStoreSpec):  # type: ignore[misc]
+class SlotSpec(LoadStoreSpec):  # type: ignore[misc] # untyped here
     """The slots of one job, in the order of its keys: group by group, chunks in order.
 
     Args:

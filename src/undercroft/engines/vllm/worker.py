@@ -44,6 +44,7 @@ from undercroft.layout.plan import (
     pair_store,
     place,
 )
+from undercroft.log import SparingLog
 
 __all__ = ["SHUTDOWN_S", "CpuWorker", "chunk_payload_bytes", "group_geometries"]
 
@@ -54,7 +55,7 @@ _NULL_BLOCK_ID = 0
 
 _Copy: TypeAlias = Callable[[Span, Offsets, Span, Offsets, int], Iterator[int]]
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 def group_geometries(
@@ -83,7 +84,7 @@ def chunk_payload_bytes(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> 
     return tuple(group.payload_bytes for group in group_geometries(kv_caches, blocks_per_chunk))
 
 
-class CpuWorker(OffloadingWorker):  # type: ignore[misc]
+class CpuWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
     """Copies KV between this rank's engine blocks and the host slots in `region`.
 
     Args:
@@ -98,7 +99,7 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
             was written. Fewer: the rest is written, and the missing pages hold zeros; such a chunk
             may only be served to those who never ask for its first blocks (recurrent state).
             None: a store with such a chunk is reported as failed as a whole.
-        clock: Times the copies.
+        clock: Times the copies, and how often a failure is told.
 
     Raises:
         LayoutMismatch: Tensors that are not plain host memory, refs that do not fit them, or a
@@ -117,7 +118,6 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
         report_partial: Callable[[int, int, int], None] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._blocks_per_chunk = blocks_per_chunk
         self._groups = group_geometries(kv_caches, blocks_per_chunk)
         self._engine, self._tensors = _engine_span(kv_caches.tensors)
         slots = np.frombuffer(region, np.uint8)
@@ -126,7 +126,9 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
         self._region = Span.of(slots)
         self._report_failed = report_failed
         self._report_partial = report_partial
-        self._mover = Mover(clock or SystemClock())
+        clock = clock or SystemClock()
+        self._log = SparingLog(_LOG, clock)
+        self._mover = Mover(clock)
 
     @override
     def submit_store(
@@ -155,7 +157,7 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
                 blocks=frozenset(dst_spec.block_ids.tolist()) - {_NULL_BLOCK_ID},
                 slots=frozenset(slots.offsets.tolist()),
                 steps=lambda: self._load_steps(job_id, dst_spec, slots),
-                on_failure=lambda error: _log.error("load job %d failed: %s", job_id, error),
+                on_failure=lambda error: _LOG.error("load job %d failed: %s", job_id, error),
             )
         )
         return True
@@ -189,17 +191,19 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Stop copying, within `SHUTDOWN_S`; stores not done are reported as failed."""
         if not self._mover.close(SHUTDOWN_S):
-            _log.warning("a copy of KV cache did not end within %.0f s of shutdown", SHUTDOWN_S)
+            _LOG.warning("a copy of KV cache did not end within %.0f s of shutdown", SHUTDOWN_S)
             return
         # The mappings can only be closed once nobody views them.
         self._region = self._engine = Span.of(np.zeros(0, np.uint8))
 
     def _store_failed(self, store_id: int, error: Exception) -> None:
-        _log.warning("store %d failed, its chunks are dropped: %s", store_id, error)
+        self._log.warning("store %d failed, its chunks are dropped: %s", store_id, error)
         try:
             self._report_failed(store_id)
         except Exception:  # noqa: BLE001 - the callable is not ours; the engine must not see it
-            _log.exception("store %d could not be reported as failed", store_id)
+            self._log.warning(
+                "store %d could not be reported as failed", store_id, with_traceback=True
+            )
 
     def _store_steps(self, spec: GPULoadStoreSpec, slots: SlotSpec) -> Iterator[int]:
         if not np.all(spec.block_ids):
@@ -238,7 +242,9 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]
         try:
             yield from self._load_with(copy_pages, spec, slots)
         except Exception:  # noqa: BLE001 - any failure of the fast way: try the plain one
-            _log.exception("load job %d failed, trying again page by page", job_id)
+            self._log.warning(
+                "load job %d failed, trying again page by page", job_id, with_traceback=True
+            )
             yield from self._load_with(copy_pages_singly, spec, slots)
 
     def _load_with(self, copy: _Copy, spec: GPULoadStoreSpec, slots: SlotSpec) -> Iterator[int]:
@@ -298,7 +304,10 @@ def _engine_span(
     for index, cache in enumerate(tensors):
         tensor = cache.tensor
         if tensor.device.type != "cpu":
-            raise LayoutMismatch(f"KV tensor {index} is on {tensor.device}, not in host memory")
+            raise LayoutMismatch(
+                f"KV tensor {index} is on {tensor.device}: this version copies on the CPU platform "
+                "only; run without this connector there"
+            )
         num_blocks, item_bytes = int(tensor.shape[0]), tensor.element_size()
         if not num_blocks or not tensor[0].is_contiguous():
             raise LayoutMismatch(f"KV tensor {index} of shape {tuple(tensor.shape)} has no rows")

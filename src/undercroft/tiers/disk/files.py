@@ -114,19 +114,19 @@ class Files:
 
     def rename(self, source: str, target: str) -> None:
         """Give the file its name, replacing what had it."""
-        os.replace(source, target)  # noqa: PTH105
+        os.replace(source, target)  # noqa: PTH105 - the call itself
 
     def make_directories(self, path: str) -> None:
         """The directory and those above it; present is fine."""
-        os.makedirs(path, 0o700, exist_ok=True)  # noqa: PTH103
+        os.makedirs(path, 0o700, exist_ok=True)  # noqa: PTH103 - the call itself
 
     def remove_directory(self, path: str) -> None:
         """Remove an empty directory."""
-        os.rmdir(path)  # noqa: PTH106
+        os.rmdir(path)  # noqa: PTH106 - the call itself
 
     def restrict(self, path: str) -> None:
         """Make the directory 0700."""
-        os.chmod(path, 0o700)  # noqa: PTH101
+        os.chmod(path, 0o700)  # noqa: PTH101 - the call itself
 
     def stat(self, path: str) -> os.stat_result:
         """Of the name itself, never of what a symbolic link points to."""
@@ -138,7 +138,7 @@ class Files:
 
     def list(self, path: str) -> list[str]:
         """Names in the directory, sorted."""
-        return sorted(os.listdir(path))  # noqa: PTH208
+        return sorted(os.listdir(path))  # noqa: PTH208 - the call itself
 
     def free_bytes(self, path: str) -> int:
         """What an ordinary user may still write to the file system."""

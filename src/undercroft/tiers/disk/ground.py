@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from undercroft.log import SparingLog
 from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.holdings import Holdings
 from undercroft.tiers.disk.records import RecordIo
@@ -33,6 +34,7 @@ class Ground:
     records: RecordIo
     holdings: Holdings
     limits: Limits
+    log: SparingLog
     usage: Usage = field(default_factory=Usage)
     num_looks: int = 0
     free_bytes: int = 0

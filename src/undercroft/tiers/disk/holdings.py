@@ -238,7 +238,7 @@ class Holdings:
             if segment.number not in self.foreign:
                 return
             if sighting.slots is None:
-                for slot in np.flatnonzero(segment.keys != None).tolist():  # noqa: E711
+                for slot in np.flatnonzero(segment.keys != None).tolist():  # noqa: E711 - the same
                     self._clear(segment, slot)
                 segment.keys = np.full(segment.header.num_slots, None, object)
             for slot in sighting.slots or ():

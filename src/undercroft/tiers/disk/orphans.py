@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from undercroft.tiers.disk.table import (
 from undercroft.tiers.disk.usage import SegmentUsage
 
 __all__ = ["Orphan", "Orphans"]
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +74,11 @@ class Orphans:
             )
         except FormatTooNew as exc:
             self._ground.num_too_new += 1
-            _LOG.warning("segment %s is left alone: %s", segment.segment_id, exc)
+            self._ground.log.warning("segment %s is left alone: %s", segment.segment_id, exc)
             return None
         except CorruptChunk as exc:
             self._ground.num_damaged += 1
-            _LOG.warning("segment %s is removed: %s", segment.segment_id, exc)
+            self._ground.log.warning("segment %s is removed: %s", segment.segment_id, exc)
             self._ground.root.remove_segment(segment.segment_id, segment.directory)
             self._ground.look()
             return None

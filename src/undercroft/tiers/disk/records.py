@@ -99,15 +99,7 @@ class RecordIo:
     ) -> None:
         if got != frame.HEADER_BYTES + len(out) + len(tail):
             raise CorruptChunk(f"the slab ends {got} bytes into the record")
-        head = frame.unpack(block)
         key, epoch = wanted
-        if head.key != key or head.namespace != self.namespace:
-            raise CorruptChunk("the record belongs to another chunk")
-        if head.epoch != epoch:
-            raise CorruptChunk(f"the record is of epoch {head.epoch}, not {epoch}")
-        if head.payload_bytes != len(out):
-            raise CorruptChunk(f"{head.payload_bytes} bytes are stored, {len(out)} were asked for")
-        if head.payload_checksum != frame.checksum(out):
-            raise CorruptChunk("the payload's checksum differs")
+        frame.verify(block, out, key=key, namespace=self.namespace, epoch=epoch)
         if len(tail) and tail != _ZEROS[: len(tail)]:
             raise CorruptChunk("the padding is not zero")

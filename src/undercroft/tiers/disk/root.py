@@ -8,12 +8,13 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from undercroft.clock import Clock
 from undercroft.errors import ConfigError, TierUnavailable
-from undercroft.keys import Namespace
+from undercroft.keys import Namespace, first_difference
+from undercroft.log import SparingLog
 from undercroft.tiers.disk.buffers import PAGE_BYTES, AlignedPool
 from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.segment import INDEX_SUFFIX, SLAB_SUFFIX, charge
@@ -34,21 +35,6 @@ _REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _LOG = logging.getLogger(__name__)
 
 
-def _first_difference(ours: object, theirs: object, path: str = "") -> str:
-    """Where two manifests differ first, in words; empty if nowhere."""
-    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-        for name in sorted({*ours, *theirs}):
-            missing = object()
-            left, right = ours.get(name, missing), theirs.get(name, missing)
-            if left is missing or right is missing:
-                return f"{path}{name} is only {'stored' if left is missing else 'wanted'}"
-            found = _first_difference(left, right, f"{path}{name}.")
-            if found:
-                return found
-        return ""
-    return "" if ours == theirs else f"{path.rstrip('.')} is {theirs!r}, wanted {ours!r}"
-
-
 class Root:
     """`<path>/undercroft-v1` and this namespace's directory in it.
 
@@ -64,6 +50,7 @@ class Root:
         self._files = files
         self._namespace = namespace
         self._clock = clock
+        self._log = SparingLog(_LOG, clock)
         self._lock_fd = -1
         self._manifest_fd = -1
         self._warned: tuple[str, ...] = ()
@@ -80,7 +67,9 @@ class Root:
             self._make()
         except OSError as exc:
             if exc.errno in (errno.ENOTDIR, errno.EEXIST, errno.ELOOP):
-                raise ConfigError(f"disk path {self._above} is not a directory") from exc
+                raise ConfigError(
+                    f"disk path {self._above} is not a directory: name one, or move it away"
+                ) from exc
             if exc.errno not in _REFUSED or not self._exists(self.directory):
                 raise
             self.read_only = f"{exc.filename or self.path}: {exc.strerror}"
@@ -175,15 +164,18 @@ class Root:
             stored = json.loads(data)
             same_id = isinstance(stored, dict) and Namespace(stored).id == self._namespace.id
         except ValueError:
-            _LOG.warning("%s is unreadable and is written anew", path)
+            self._log.warning("%s is unreadable and is written anew", path)
             return False
-        difference = _first_difference(json.loads(self._namespace.text), stored)
-        if not difference:
+        wanted = Namespace(json.loads(self._namespace.text))
+        difference = first_difference(wanted, Namespace(stored))
+        if difference is None:
             return True
         if same_id:
-            raise ConfigError(f"{path} describes another namespace of this id: {difference}")
+            raise ConfigError(
+                f"{path} describes another namespace of this id: {difference}; use another path"
+            )
         # The directory is named after its manifest's digest, and this one has another: damaged.
-        _LOG.warning("%s was altered (%s) and is written anew", path, difference)
+        self._log.warning("%s was altered (%s) and is written anew", path, difference)
         return False
 
     def _write_manifest(self) -> None:
@@ -233,7 +225,7 @@ class Root:
                     usage.foreign_names.append(path)
         if tuple(usage.foreign_names) != self._warned and usage.foreign_names:
             self._warned = tuple(usage.foreign_names)
-            _LOG.warning(
+            self._log.warning(
                 "%d files under %s are not ours; they count against the capacity: %s",
                 len(self._warned),
                 self.path,

@@ -15,6 +15,7 @@ from undercroft.errors import (
     TierUnavailable,
 )
 from undercroft.keys import MAX_KEY_BYTES, ChunkKey, Namespace
+from undercroft.log import SparingLog
 from undercroft.tiers.disk.buffers import PAGE_BYTES, AlignedPool
 from undercroft.tiers.disk.files import Files, translate
 from undercroft.tiers.disk.foreign import ForeignSegment
@@ -38,7 +39,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class DiskTier:
-    """Chunks of one namespace on a local disk. Implements `Tier`, `Indexed`, `Bounded`, `Epochal`.
+    """Chunks of one namespace on a local disk. Implements every protocol of `tiers.base`.
 
     Args:
         path: A directory; ours is `undercroft-v1` in it, shared by all processes of one user.
@@ -93,7 +94,8 @@ class DiskTier:
         self._records = RecordIo(files, namespace.digest, AlignedPool())
         limits = Limits(capacity_bytes, free_space_floor_bytes, num_replicas, direct)
         root = Root(files, str(path), namespace, clock)
-        self._keeper = Keeper(Ground(files, root, self._records, self._holdings, limits))
+        self._log = SparingLog(_LOG, clock)
+        self._keeper = Keeper(Ground(files, root, self._records, self._holdings, limits, self._log))
         self._counts = {"corrupt_dropped": 0, "stale_reads": 0}
         self._suspects: set[bytes] = set()
         self._full: dict[int, tuple[float, int]] = {}
@@ -173,7 +175,7 @@ class DiskTier:
             finally:
                 self._keeper.detach()
 
-    # Indexed, Bounded, Epochal
+    # Indexed, Bounded, Epochal, Following
 
     def has(self, key: ChunkKey) -> bool:
         """See `Indexed.has`."""
@@ -291,7 +293,9 @@ class DiskTier:
         try:
             self._forget(segment, slot, key)
         except OSError as exc:
-            _LOG.warning("cannot free the entry of a bad chunk: %s", exc)
+            self._log.warning(
+                "disk tier %r cannot free the entry of a bad chunk: %s", self.name, exc
+            )
 
     def _suspect(self, segment: OpenSegment, slot: int, key: bytes) -> None:
         """A chunk that fails to read twice in a row is given up, so that it can be rewritten."""

@@ -9,6 +9,7 @@ import logging
 
 from undercroft.clock import Clock
 from undercroft.errors import KvError, TierClosed, TierFull, TierUnavailable
+from undercroft.log import SparingLog
 from undercroft.tiers.disk.files import translate
 from undercroft.tiers.disk.holdings import Holdings
 from undercroft.tiers.disk.keeper import Keeper
@@ -36,6 +37,7 @@ class Upkeep:
         self.epoch_read_s = float("-inf")
         self._holdings = holdings
         self._clock = clock
+        self._log = SparingLog(_LOG, clock)
         self._flush_interval_s = interval_s
         self._synced_s = self._attached_s = float("-inf")
         self._followed_s = self._checked_s = self._flushed_s = float("-inf")
@@ -86,7 +88,7 @@ class Upkeep:
         except TierUnavailable as exc:
             if writing:
                 raise
-            _LOG.warning("disk tier %r is behind with its upkeep: %s", self.name, exc)
+            self._log.warning("disk tier %r is behind with its upkeep: %s", self.name, exc)
         finally:
             self.keeper.shape.release()
 
@@ -94,7 +96,7 @@ class Upkeep:
         keeper = self.keeper
         if now - self._checked_s >= self._flush_interval_s:
             if not keeper.check_links():
-                _LOG.warning("%s was removed under us", keeper.ground.root.directory)
+                self._log.warning("%s was removed under us", keeper.ground.root.directory)
                 keeper.detach()
                 self._attach_failed = None
                 return

@@ -1,0 +1,94 @@
+"""Settings become a hierarchy; what a plug-in's constructor asks for is what it gets."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import pytest
+
+from undercroft.clock import Clock, SystemClock
+from undercroft.engines import assemble as assembling
+from undercroft.engines.assemble import Geometry, assemble
+from undercroft.errors import ConfigError
+from undercroft.hierarchy.hierarchy import Hierarchy
+from undercroft.keys import Namespace
+from undercroft.settings import load
+from undercroft.testing.mini_engine import MiniEngine, chunk_key
+from undercroft.tiers.memory import MemoryTier
+
+CHUNK_BYTES = 4096
+GEOMETRY = Geometry([CHUNK_BYTES], [16], lambda _key: 0)
+
+
+def assembled(*tiers: dict[str, Any]) -> Hierarchy:
+    return assemble(
+        load({"host": "64KiB", "tiers": list(tiers)}),
+        GEOMETRY,
+        namespace=Namespace({"model": "m"}),
+        buffer=memoryview(mmap.mmap(-1, 64 << 10)),
+        clock=SystemClock(),
+        num_replicas=2,
+        with_events=False,
+        take_failed_stores=frozenset,
+    )
+
+
+class Attic(MemoryTier):
+    """A stranger's tier, with a need and an option of its own."""
+
+    def __init__(
+        self, capacity_bytes: int, *, name: str, clock: Clock, num_replicas: int, ladder: str
+    ) -> None:
+        super().__init__(capacity_bytes, name=name)
+        self.given = (clock, num_replicas, ladder)
+
+
+@pytest.fixture
+def attic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`attic` is an installed tier."""
+    found = assembling.find
+    monkeypatch.setattr(
+        assembling, "find", lambda kind, name: Attic if name == "attic" else found(kind, name)
+    )
+
+
+def test_a_memory_tier_keeps_what_is_stored() -> None:
+    """The simplest tier of the settings page works: chunks are copied down to it."""
+    hierarchy = assembled({"type": "memory", "capacity": "1MiB", "name": "below"})
+    try:
+        hierarchy.pool.slots.set_ready_bytes(64 << 10)
+        MiniEngine(hierarchy).run([chunk_key("a")])
+        (level,) = hierarchy.levels
+        assert level.name == "below"
+        assert level.has(chunk_key("a"))
+    finally:
+        hierarchy.close()
+
+
+@pytest.mark.usefixtures("attic")
+def test_a_strangers_tier_gets_what_it_names() -> None:
+    """The clock and the replicas because it asks, its option as the user wrote it."""
+    hierarchy = assembled({"type": "attic", "capacity": "1MiB", "ladder": "long"})
+    (level,) = hierarchy.levels
+    assert isinstance(level.tier, Attic)
+    assert level.tier.given[1:] == (2, "long")
+    assert isinstance(level.tier.given[0], SystemClock)
+    hierarchy.close()
+
+
+@pytest.mark.usefixtures("attic")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"tier attic \(type attic\) has the options none: .*'ladder'.*it takes ladder"),
+        ({"ladder": "x", "lader": "y"}, r"options 'ladder', 'lader': .*'lader'; it takes ladder"),
+        ({"ladder": "x", "clock": "y"}, "'clock'"),
+    ],
+)
+def test_options_that_a_tier_does_not_take_are_refused(
+    options: dict[str, str], message: str
+) -> None:
+    """One line with what was written and what the tier takes, no traceback of its constructor."""
+    with pytest.raises(ConfigError, match=message):
+        assembled({"type": "attic", "capacity": "1MiB", **options})

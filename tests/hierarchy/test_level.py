@@ -1,0 +1,41 @@
+"""What a level says and refuses."""
+
+from __future__ import annotations
+
+import pytest
+from worlds import CHUNK_BYTES, make_world
+
+from undercroft.errors import ConfigError
+from undercroft.testing.clock import ManualClock
+from undercroft.testing.faults import Effect, FaultyTier, Injector, on_verb
+from undercroft.testing.mini_engine import chunk_key
+from undercroft.tiers.memory import MemoryTier
+
+
+def test_a_failing_tier_is_said_once_and_counted_each_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The log names the tier and the reason; metrics have the number."""
+    clock = ManualClock()
+    fault = Injector(Effect.ERROR, on_verb("write_from"))
+    tier = FaultyTier(MemoryTier(64 * CHUNK_BYTES, name="below"), fault)
+    world = make_world(16, [tier], clock=clock, between_steps=lambda: clock.advance(0.01))
+    try:
+        for label in "abc":
+            world.engine.run([chunk_key(label)])
+    finally:
+        world.close()
+    assert world.counters.dropped_chunks["below", "unavailable"] == 3
+    lines = [r.getMessage() for r in caplog.records if "failed to write" in r.getMessage()]
+    assert lines == ["tier below failed to write a chunk: tier 'below': injected error"]
+
+
+def test_a_tier_without_an_index_is_refused() -> None:
+    """By an error that adapters know, with the tier's name and what to do."""
+
+    class Blind:
+        name = "blind"
+        contains = read_into = write_from = delete = close = print
+
+    with pytest.raises(ConfigError, match=r"tier 'blind' keeps no index .* leave it out"):
+        make_world(4, [Blind()])  # type: ignore[list-item]
