@@ -11,6 +11,7 @@ from undercroft.admission.always import Always
 from undercroft.admission.base import Admission
 from undercroft.clock import Clock
 from undercroft.errors import CorruptChunk, KvError, TierFull
+from undercroft.hierarchy.alarm import Alarm
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
 from undercroft.hierarchy.follow import Follower
@@ -79,6 +80,7 @@ class Level:
         self._counters = counters
         self._events = events
         self._write_deadline_s = write_deadline_s
+        self._alarm = Alarm(tier.name, clock)
         self._policies = [make_policy(self._capacity_chunks(n)) for n in self._slot_bytes]
         self._ahead = [
             max(1, min(32, self._capacity_chunks(n) // 64)) if self._bounded else 0
@@ -203,6 +205,7 @@ class Level:
         elif isinstance(error, CorruptChunk) or (error is None and not done.outcome.found):
             self._policies[size_class].on_drop(key)
             self._events.add(self.name, key, removed=True)
+        self._alarm.see(error, self.transfers.breaker.state)
         if error is not None:
             self._counters.dropped_chunks[self.name, drop_reason(error)] += 1
             if isinstance(error, TierFull):

@@ -159,7 +159,9 @@ def chosen(value: object, where: str) -> tuple[str, Mapping[str, Any]]:
         value = _decoded(value, where)
     if isinstance(value, Mapping):
         options = dict(value)
-        return text(options.pop("type", None), f"{where}.type"), options
+        if "type" not in options:
+            raise ConfigError(f'{where} lacks type: which one, such as "frequency"')
+        return text(options.pop("type"), f"type of {where}"), options
     return text(value, where), {}
 
 
@@ -231,11 +233,13 @@ TIER_OPTIONS: Mapping[str, Mapping[str, Key]] = {
         Key(
             "free_space_floor",
             size_or_zero,
-            "the tier's",
+            "1GiB",
             "Bytes of the file system left to others.",
         ),
-        Key("num_threads", positive, "the tier's", "Threads that read and write."),
-        Key("direct", flag, "the tier's", "Bypass the page cache where the file system lets us."),
+        Key("num_threads", positive, "4", "Threads that read and write."),
+        Key(
+            "direct", flag, "where possible", "Bypass the page cache where the file system lets us."
+        ),
     ),
 }
 """What else may be written, by type. A type that is not here takes its options unchecked."""

@@ -80,7 +80,10 @@ class Root:
             self._make()
         except OSError as exc:
             if exc.errno in (errno.ENOTDIR, errno.EEXIST, errno.ELOOP):
-                raise ConfigError(f"disk path {self._above} is not a directory") from exc
+                raise ConfigError(
+                    f"disk path {self._above} is not a directory, or lies below a file; name a "
+                    "folder, which is made if it is missing"
+                ) from exc
             if exc.errno not in _REFUSED or not self._exists(self.directory):
                 raise
             self.read_only = f"{exc.filename or self.path}: {exc.strerror}"
