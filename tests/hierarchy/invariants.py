@@ -52,7 +52,7 @@ def check_policies(hierarchy: Hierarchy) -> None:
 
 
 def check_pins(hierarchy: Hierarchy) -> None:
-    """Each pin belongs to a hold, a load, what a running request keeps, a cascade, or the quarantine."""
+    """Each pin belongs to a hold, a load, a running request, a cascade, or the quarantine."""
     expected: Counter[int] = Counter()
     for request in hierarchy._holders.values():
         expected.update(request.holds.keys())

@@ -14,7 +14,7 @@ from typing import Any
 
 from undercroft.admission.base import Admission
 from undercroft.clock import Clock
-from undercroft.errors import ConfigError, TierError
+from undercroft.errors import ConfigError, TierError, UnknownPlugin
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
 from undercroft.hierarchy.hierarchy import Hierarchy, Limits
@@ -80,12 +80,21 @@ def check_plugins(settings: Settings) -> None:
     Raises:
         ConfigError: The first one found; the message names the nearest that is.
     """
-    find("policies", settings.policy)
+    _installed("policies", settings.policy, "policy of host memory")
+    _installed("admission", settings.admission, "admission of host memory")
     _admission(settings.admission, settings.admission_options, "host memory")
     for tier in settings.tiers:
-        find("tiers", tier.type)
-        find("policies", tier.policy)
+        _installed("tiers", tier.type, f"type of tier {tier.name}")
+        _installed("policies", tier.policy, f"policy of tier {tier.name}")
+        _installed("admission", tier.admission, f"admission of tier {tier.name}")
         _admission(tier.admission, tier.admission_options, f"tier {tier.name}")
+
+
+def _installed(kind: str, name: str, where: str) -> None:
+    try:
+        find(kind, name)
+    except UnknownPlugin as error:
+        raise UnknownPlugin(f"{where}: {error}") from error
 
 
 def assemble(  # noqa: PLR0913 - the one place where everything meets

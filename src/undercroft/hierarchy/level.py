@@ -11,6 +11,7 @@ from undercroft.admission.always import Always
 from undercroft.admission.base import Admission
 from undercroft.clock import Clock
 from undercroft.errors import ConfigError, CorruptChunk, KvError, TierClosed, TierFull
+from undercroft.hierarchy.alarm import Alarm
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
 from undercroft.hierarchy.follow import Follower
@@ -88,6 +89,7 @@ class Level:
         self._counters = counters
         self._events = events
         self._write_deadline_s = write_deadline_s
+        self._alarm = Alarm(tier.name, clock)
         self._policies = [make_policy(self._capacity_chunks(n)) for n in self._slot_bytes]
         self._ahead = [
             max(1, min(32, self._capacity_chunks(n) // 64)) if self._bounded else 0
@@ -212,6 +214,7 @@ class Level:
         elif self._is_gone(done):
             self._policies[size_class].on_drop(key)
             self._events.add(self.name, key, removed=True)
+        self._alarm.see(error, self.transfers.breaker.state)
         if error is not None:
             self._counters.dropped_chunks[self.name, drop_reason(error)] += 1
             self._tell(done.op, error)
@@ -232,7 +235,7 @@ class Level:
 
     def _tell(self, op: Op, error: KvError) -> None:
         """Say why, once a minute; what is full, being reset or closed is no news."""
-        if self._raiser is None and not isinstance(error, TierFull | TierClosed):
+        if self._raiser is None and not isinstance(error, TierFull | TierClosed | CorruptChunk):
             self._log.warning("tier %s failed to %s a chunk: %s", self.name, op.value, error)
 
     def _settle_write(self, done: Done) -> None:

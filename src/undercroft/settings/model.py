@@ -150,7 +150,9 @@ def _tiers(written: list[dict[str, Any]], where: str) -> tuple[TierSettings, ...
 
 
 def _tier(entry: dict[str, Any], where: str, taken: set[str]) -> TierSettings:
-    kind = TIER_KEYS["type"].kind(entry.get("type"), f"type of {where}")
+    if "type" not in entry:
+        raise ConfigError(f'{where} lacks type such as "disk": {TIER_KEYS["type"].meaning}')
+    kind = TIER_KEYS["type"].kind(entry["type"], f"type of {where}")
     options = TIER_OPTIONS.get(kind)
     valid: Mapping[str, Key] = {**TIER_KEYS, **(options or {})}
     where = f"{where} (type {kind})"

@@ -159,7 +159,9 @@ def chosen(value: object, where: str) -> tuple[str, Mapping[str, Any]]:
         value = _decoded(value, where)
     if isinstance(value, Mapping):
         options = dict(value)
-        return text(options.pop("type", None), f"{where}.type"), options
+        if "type" not in options:
+            raise ConfigError(f'{where} lacks type: which one, such as "frequency"')
+        return text(options.pop("type"), f"type of {where}"), options
     return text(value, where), {}
 
 
@@ -198,19 +200,12 @@ KEYS: Mapping[str, Key] = _table(
         "false",
         "KV cache events carry token ids and parent hashes, if the engine sends events at all.",
     ),
-    Key(
-        "lookup_deadline_s",
-        seconds,
-        "0.02",
-        "Longest wait for a remote tier to answer a lookup; no tier is one yet.",
-    ),
+    Key("lookup_deadline_s", seconds, "0.02", "Longest wait for a remote tier to answer a lookup."),
     Key("promote_deadline_s", seconds, "2", "Longest wait for a chunk to come up from a tier."),
     Key("drain_deadline_s", seconds, "1", "Longest wait for transfers under way when resetting."),
     Key("shutdown_deadline_s", seconds, "3", "Longest wait for transfers under way at the end."),
     Key("join_deadline_s", seconds, "60", "Longest wait for all ranks to join host memory."),
-    Key(
-        "restore_share_ratio", ratio, "1", "Share of host memory that promotions may hold at once."
-    ),
+    Key("restore_share", ratio, "1", "Share of host memory that promotions may hold at once."),
     Key(
         "max_queued_write_bytes",
         size,
@@ -242,7 +237,9 @@ TIER_OPTIONS: Mapping[str, Mapping[str, Key]] = {
             "Bytes of the file system left to others.",
         ),
         Key("num_threads", positive, "4", "Threads that read and write."),
-        Key("direct", flag, "found out", "Bypass the page cache where the file system lets us."),
+        Key(
+            "direct", flag, "where possible", "Bypass the page cache where the file system lets us."
+        ),
     ),
 }
 """What else may be written, by type. A type that is not here takes its options unchecked."""

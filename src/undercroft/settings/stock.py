@@ -173,7 +173,9 @@ def _tiers(source: Mapping[str, Any], where: str, written: Written) -> None:
 
 def _tier(tier: dict[str, Any], where: str, notes: list[str]) -> dict[str, Any] | None:
     """Ours for stock's `fs`, None for what keeps nothing, `tier` itself if it is ours."""
-    kind = text(tier.get("type"), f"type of {where}")
+    if "type" not in tier:
+        return tier
+    kind = text(tier["type"], f"type of {where}")
     if kind in FS_TYPES:
         return _fs(tier, where, notes)
     if kind == "example":

@@ -98,8 +98,11 @@ TYPOS = {
     "ten": ({"host": "ten"}, "host .*[MG]iB"),
     "4KiB": ({"host": "4KiB"}, "host is 4096 bytes.*8192"),
     "-1": ({"host": -1}, "host"),
-    "LRU2": ({"host": "1MiB", "policy": "lru2"}, "'lru'"),
-    "memroy": ({"host": "1MiB", "tiers": [{"type": "memroy", "capacity": "1GiB"}]}, "'memory'"),
+    "LRU2": ({"host": "1MiB", "policy": "lru2"}, "policy of host memory.*'lru'"),
+    "memroy": (
+        {"host": "1MiB", "tiers": [{"type": "memroy", "capacity": "1GiB"}]},
+        "type of tier memroy.*'memory'",
+    ),
     "frequncy": ({"host": "1MiB", "admission": "frequncy"}, "'frequency'"),
     "sigts": (
         {"host": "1MiB", "admission": {"type": "frequency", "sigts": 3}},

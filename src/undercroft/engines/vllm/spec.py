@@ -35,6 +35,7 @@ from undercroft.engines.vllm.facts import leave_facts, take_facts
 from undercroft.engines.vllm.log_lines import log_where_vllm_logs
 from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, group_key
 from undercroft.engines.vllm.metrics import metric_definitions
+from undercroft.engines.vllm.version import doubt
 from undercroft.engines.vllm.worker import CpuWorker, chunk_payload_bytes
 from undercroft.hierarchy.hierarchy import failed_chunk
 from undercroft.hierarchy.region import Region, RegionConfig
@@ -155,6 +156,8 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
     @override
     def get_manager(self) -> OffloadingManager:
         settings, config = self._settings, self._engine.config
+        if unknown := doubt(vllm_version):
+            _LOG.warning("undercroft: %s", unknown)
         for note in settings.notes:
             _LOG.info("%s", note)
         region = Region.join(

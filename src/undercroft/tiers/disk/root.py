@@ -68,7 +68,8 @@ class Root:
         except OSError as exc:
             if exc.errno in (errno.ENOTDIR, errno.EEXIST, errno.ELOOP):
                 raise ConfigError(
-                    f"disk path {self._above} is not a directory: name one, or move it away"
+                    f"disk path {self._above} is not a directory, or lies below a file; name a "
+                    "folder, which is made if it is missing"
                 ) from exc
             if exc.errno not in _REFUSED or not self._exists(self.directory):
                 raise

@@ -83,7 +83,9 @@ class DiskTier:
             ("flush_interval_s", flush_interval_s, 0),
         ):
             if value < least:
-                raise ConfigError(f"{setting} is {value}: it must be at least {least}", tier=name)
+                raise ConfigError(
+                    f"{setting} of tier {name} is {value}, but must be at least {least}", tier=name
+                )
         self.name = name
         self.capacity_bytes = capacity_bytes
         self._clock = clock
