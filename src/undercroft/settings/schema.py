@@ -205,7 +205,9 @@ KEYS: Mapping[str, Key] = _table(
     Key("drain_deadline_s", seconds, "1", "Longest wait for transfers under way when resetting."),
     Key("shutdown_deadline_s", seconds, "3", "Longest wait for transfers under way at the end."),
     Key("join_deadline_s", seconds, "60", "Longest wait for all ranks to join host memory."),
-    Key("restore_share", ratio, "1", "Share of host memory that promotions may hold at once."),
+    Key(
+        "restore_share_ratio", ratio, "1", "Share of host memory that promotions may hold at once."
+    ),
     Key(
         "max_queued_write_bytes",
         size,
