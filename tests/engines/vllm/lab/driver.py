@@ -6,6 +6,7 @@ closed or killed: a real process to `kill -9`, without paying for the import eac
 """
 
 import gc
+import importlib
 import json
 import os
 import signal
@@ -62,6 +63,12 @@ class Driver:
     def _may_start(self, request: dict[str, Any], results: list[dict[str, Any]]) -> bool:
         index, num_tokens = request.get("after_tokens", (None, 0))
         return index is None or len(results[index].get("tokens", ())) >= num_tokens
+
+    def inside(self, function: str, arguments: dict[str, Any]) -> Any:
+        """Call `module:name` of `tests.engines.vllm.lab` in this process, with this driver."""
+        module, name = function.split(":")
+        found = importlib.import_module(f"tests.engines.vllm.lab.{module}")
+        return getattr(found, name)(self, **arguments)
 
     def _add(
         self,

@@ -148,6 +148,10 @@ class Engine:
         """Let every store and cascade that is under way end."""
         self._do("settle", timeout_s=timeout_s)
 
+    def inside(self, function: str, **arguments: Any) -> Any:
+        """Call `module:name` of this folder in the engine's process; see the function."""
+        return self._do("inside", function=function, arguments=arguments)
+
     def reset(self, *, connector: bool = False) -> None:
         """Forget the engine's own prefix cache; with `connector`, everything that was stored."""
         if not self._do("reset", connector=connector):

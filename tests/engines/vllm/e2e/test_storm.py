@@ -1,0 +1,98 @@
+"""Storms: many requests at once, aborted and reset at random, while the disk comes to harm."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.vllm.e2e.conftest import Plain
+from tests.engines.vllm.lab.engine import OFFLOADER, Engine, Nursery, prompt
+
+BLOCK = 32
+SMALL = {"max_model_len": 1024, "num_gpu_blocks_override": 80, "max_num_batched_tokens": 1024}
+UNDER_WAY = (
+    "requests", "filling", "draining", "fresh", "pins", "holders", "loaders", "stores",
+    "restores", "waiting", "cascade", "fresh_entries",
+)  # fmt: skip
+
+
+def varied_prompts(count: int, seed: int) -> list[list[int]]:
+    """Prompts that share beginnings and end just before, at and after the edge of a chunk."""
+    rng = random.Random(seed)
+    bases = [prompt(600, seed=9000 + n) for n in range(4)]
+    prompts = []
+    for _ in range(count):
+        kept = rng.randrange(0, 600 // BLOCK) * BLOCK
+        tail = rng.choice([1, BLOCK - 1, BLOCK, BLOCK + 1, rng.randrange(1, 150)])
+        made = rng.choice(bases)[:kept] + [rng.randrange(256) for _ in range(tail)]
+        prompts.append(made[:600])
+    return prompts
+
+
+class Weather:
+    """An engine with little memory and a small disk, and what is right to answer."""
+
+    def __init__(self, nursery: Nursery, plain: Plain, disk: Path) -> None:
+        tier = {"type": "disk", "path": str(disk), "capacity": "16MiB", "free_space_floor": "0"}
+        self.prompts = varied_prompts(30, 3)
+        self.expected = plain.answers(self.prompts, max_tokens=4)
+        self.engine: Engine = nursery.engine(
+            "llama", {**OFFLOADER, "host": "2MiB", "tiers": [tier]}, **SMALL
+        )
+
+    def storm(self, count: int, seed: int, **odds: float) -> int:
+        """Run `count` requests; every answer must be right. Returns the tokens reused."""
+        rng = random.Random(seed)
+        order = [rng.randrange(len(self.prompts)) for _ in range(count)]
+        answers: list[dict[str, Any]] = self.engine.inside(
+            "storm:storm", prompts=self.prompts, order=order, seed=seed, **odds
+        )
+        for answer in answers:
+            assert tuple(answer["tokens"]) == self.expected[answer["prompt"]].tokens
+        assert odds or len(answers) == count
+        return sum(answer["external_tokens"] for answer in answers)
+
+    def assert_calm(self) -> None:
+        """Nothing is pinned, filling or under way, and nothing of ours broke."""
+        self.engine.settle()
+        left = self.engine.inside("storm:census")
+        assert not {name: left[name] for name in UNDER_WAY if left[name]}
+        assert not left["is_off"]
+        assert left["broken_invariants"] == 0
+
+
+@pytest.fixture
+def weather(nursery: Nursery, plain: Plain, tmp_path: Path) -> Weather:
+    return Weather(nursery, plain, tmp_path / "kv")
+
+
+def test_aborts_and_resets_at_random(weather: Weather) -> None:
+    """Everything evicts all the time, clients leave, caches are reset: answers stay right."""
+    for seed in range(2):
+        weather.storm(60, seed, aborts=0.03, resets=0.05, wipes=0.02)
+    weather.assert_calm()
+
+
+def test_the_disk_is_deleted_while_serving(weather: Weather, tmp_path: Path) -> None:
+    """Requests go on, and once things are calm the disk is used again."""
+    weather.storm(30, 0)
+    shutil.rmtree(tmp_path / "kv")
+    weather.storm(40, 1)
+    weather.assert_calm()
+    weather.storm(40, 2)
+    assert weather.storm(40, 3) > 0
+    weather.assert_calm()
+
+
+def test_the_disk_hangs_for_good(weather: Weather) -> None:
+    """No request waits for it, and none fails."""
+    weather.storm(30, 0)
+    weather.engine.inside("storm:hang_disk", on=True)
+    weather.storm(40, 1)
+    weather.storm(20, 2)
+    weather.engine.inside("storm:hang_disk", on=False)
+    weather.assert_calm()

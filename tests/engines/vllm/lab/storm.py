@@ -1,0 +1,159 @@
+"""Traffic that an engine process makes for itself: arrivals, aborts and resets at random."""
+
+import random
+import threading
+import time
+from typing import Any
+
+from tests.engines.vllm.lab.driver import Driver
+
+
+def core_of(driver: Driver) -> Any:
+    """The engine core in this process."""
+    return driver.llm.llm_engine.engine_core.engine_core
+
+
+def manager_of(driver: Driver) -> Any:
+    """Our manager, as vLLM's connector holds it."""
+    return core_of(driver).scheduler.connector.connector_scheduler.manager
+
+
+def storm(  # noqa: C901 - one loop, read from top to bottom
+    driver: Driver,
+    *,
+    prompts: list[list[int]],
+    order: list[int],
+    seed: int,
+    arrivals: float = 0.3,
+    aborts: float = 0.0,
+    resets: float = 0.0,
+    wipes: float = 0.0,
+    max_tokens: int = 4,
+    most_running: int = 16,
+    timeout_s: float = 120.0,
+) -> list[dict[str, Any]]:
+    """Send `prompts` in `order`, each step perhaps also aborting one or resetting caches.
+
+    Args:
+        arrivals: Chance per step that the next prompt arrives.
+        aborts: Chance per step that some request is aborted.
+        resets: Chance per step that the engine's own prefix cache is reset.
+        wipes: Chance per step that the connector is reset too.
+
+    Returns:
+        What each request that was not aborted gave, with its `prompt` index.
+    """
+    dice = random.Random(seed)
+    todo = list(order)
+    running: dict[str, dict[str, Any]] = {}
+    results: list[dict[str, Any]] = []
+    answers: list[dict[str, Any]] = []
+    engine = driver.llm.llm_engine
+    deadline = time.perf_counter() + timeout_s
+    while todo or running:
+        while todo and len(running) < most_running and dice.random() < arrivals:
+            index = todo.pop(0)
+            request = {"prompt": prompts[index], "max_tokens": max_tokens}
+            results.append({"prompt": index})
+            driver._add(len(results) - 1, request, running, results, 0)
+        if running and dice.random() < aborts:
+            victim = dice.choice(list(running))
+            engine.abort_request([victim])
+            del running[victim]
+        if dice.random() < resets:
+            _reset(driver, preempt=False, connector=False)
+        if dice.random() < wipes:
+            _reset(driver, preempt=dice.random() < 0.5, connector=True)
+        outputs = engine.step()
+        for output in outputs:
+            if output.request_id not in running:
+                continue
+            index = running[output.request_id]["index"]
+            driver._take(output, running, results, 0)
+            if output.finished:
+                answers.append(results[index])
+        if not outputs:
+            time.sleep(0.001)
+        if time.perf_counter() > deadline:
+            raise TimeoutError(f"{len(running)} running, {len(todo)} not yet: {census(driver)}")
+    return answers
+
+
+def _reset(driver: Driver, *, preempt: bool, connector: bool) -> None:
+    # vLLM 0.32 refuses to preempt while a load is under way, and asserts that a request it
+    # preempted so is not loading one step later: either kills the engine, whatever the backend.
+    requests = core_of(driver).scheduler.requests.values()
+    preempt = preempt and not any("REMOTE" in request.status.name for request in requests)
+    core_of(driver).reset_prefix_cache(preempt, connector)
+
+
+def census(driver: Driver) -> dict[str, Any]:
+    """What is left in the adapter and the hierarchy; all zero when nothing is under way."""
+    manager = manager_of(driver)
+    hierarchy = manager.hierarchy
+    slots = hierarchy.pool.slots
+    states = [int(state) for state in slots.states]
+    return {
+        "is_off": bool(manager.is_off),
+        "requests": len(manager._requests),
+        "filling": states.count(1),
+        "draining": states.count(2),
+        "fresh": states.count(4),
+        "ready": states.count(3),
+        "pins": sum(slots.pins),
+        "holders": len(hierarchy._holders),
+        "loaders": len(hierarchy._loaders),
+        "stores": len(hierarchy.stores),
+        "restores": len(hierarchy.restores),
+        "waiting": hierarchy.restores.num_waiting,
+        "cascade": len(hierarchy.cascade),
+        "fresh_entries": len(hierarchy.fresh._entries),
+        "pending": bool(manager.has_pending_work()),
+        "table": len(list(hierarchy.pool.keys())),
+        "busy": bool(core_of(driver).scheduler.has_requests()),
+        "broken_invariants": hierarchy.counters.broken_invariants,
+        "resets": hierarchy.counters.resets,
+        "loaded": hierarchy.counters.loaded_chunks,
+        "evicted": dict(hierarchy.counters.evicted_chunks),
+        "promoted": dict(hierarchy.counters.promoted_chunks),
+        "cascaded": dict(hierarchy.counters.cascaded_chunks),
+        "dropped": {str(k): v for k, v in hierarchy.counters.dropped_chunks.items()},
+        "declined": {str(k): v for k, v in hierarchy.counters.declined_chunks.items()},
+        "misses": dict(hierarchy.counters.lookup_misses),
+    }
+
+
+class _Hang:
+    """A system call that does not come back until told so."""
+
+    def __init__(self, call: Any, gate: threading.Event) -> None:
+        self._call = call
+        self._gate = gate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._gate.wait()
+        return self._call(*args, **kwargs)
+
+
+_GATES: list[threading.Event] = []
+
+
+def hang_disk(driver: Driver, *, on: bool, epoch: bool = False) -> None:
+    """While on, every system call of the disk tier hangs; that of its epoch file if told so."""
+    if not on:
+        for gate in _GATES:
+            gate.set()
+        _GATES.clear()
+        return
+    tier = manager_of(driver).hierarchy.levels[0].tier
+    gate = threading.Event()
+    _GATES.append(gate)
+    for owner in (tier._files,):
+        for name in (*HUNG_CALLS, *(["pread"] if epoch else [])):
+            setattr(owner, name, _Hang(getattr(owner, name), gate))
+
+
+HUNG_CALLS = (
+    "open", "preadv", "pwrite", "pwritev", "fdatasync", "stat", "fstat", "list",
+    "free_bytes", "allocate", "unlink", "lock", "rename", "sync_directory",
+)  # fmt: skip
