@@ -6,12 +6,14 @@ import dataclasses
 import json
 import re
 import tomllib
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from undercroft import config
+from undercroft.admission.frequency import Frequency
 from undercroft.settings import load
 from undercroft.settings.schema import ENGINE_KEYS, KEYS, TIER_KEYS, TIER_OPTIONS
 from undercroft.settings.stock import FS_TYPES, STOCK_KEYS, STOCK_TIER_KEYS
@@ -36,7 +38,7 @@ def test_examples_run(page: str) -> None:
 
 def test_json_and_toml_examples_say_the_same() -> None:
     """Each is accepted; but for the engine's own keys they are equal."""
-    (as_json,) = blocks("settings.md", "json")
+    as_json, *_ = blocks("settings.md", "json")
     (as_toml,) = blocks("settings.md", "toml")
     left, right = load(json.loads(as_json)), load(tomllib.loads(as_toml))
     assert dataclasses.replace(left, engine={}) == dataclasses.replace(right, engine={})
@@ -52,6 +54,13 @@ def test_every_setting_is_documented() -> None:
             assert key.default.replace("`", "") in row.replace("`", "")
     mentioned = {*ENGINE_KEYS, *STOCK_KEYS, *STOCK_TIER_KEYS, *FS_TYPES, *TIER_OPTIONS}
     assert {name for name in mentioned if f"`{name}`" not in text} == set()
+
+
+def test_options_of_admission_are_documented() -> None:
+    """Each with its default, as the class has it."""
+    text = (PAGES / "settings.md").read_text(encoding="utf-8")
+    for name, option in signature(Frequency).parameters.items():
+        assert f"`{name}` (`{option.default}`)" in text
 
 
 def test_every_field_is_documented() -> None:
