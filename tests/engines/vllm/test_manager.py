@@ -9,6 +9,7 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
     OffloadPolicy,
+    ScheduleEndContext,
     TierFilter,
     TierMatcher,
 )
@@ -159,6 +160,30 @@ def test_a_reset_that_fails_half_way_still_reaches_the_disk(tmp_path, monkeypatc
         monkeypatch.undo()
     with manager(extra, engine_id="two") as m:
         assert walk(m, context()) == 0
+
+
+def test_requests_that_lived_through_a_reset_store_nothing(tmp_path):
+    """Their bytes may be from before, or, with sliding windows, another request's by now."""
+    with manager() as m:
+        running, waiting, loading = (context(name) for name in ("running", "waiting", "loading"))
+        store(m)
+        for ctx in (running, waiting, loading):
+            m.on_new_request(ctx)
+        assert walk(m, loading) == len(KEYS)
+        m.prepare_load(KEYS, loading)
+        step(m, "running")
+        m.reset_cache()
+
+        for ctx in (running, waiting, loading):
+            assert m.prepare_store(KEYS, ctx).keys_to_store == []
+        step(m, "waiting", "loading")
+        assert m.prepare_store(KEYS, loading).keys_to_store == [], "it computes on old chunks"
+        assert m.prepare_store(KEYS[:2], waiting).keys_to_store == KEYS[:2]
+
+        m.on_schedule_end(ScheduleEndContext(new_req_ids=(), preempted_req_ids=("running",)))
+        assert m.prepare_store(KEYS[2:4], running).keys_to_store == KEYS[2:4]
+        m.on_request_finished(loading)
+        assert m.prepare_store(KEYS[4:], context("loading")).keys_to_store == KEYS[4:]
 
 
 def test_a_disk_that_is_gone_is_a_miss_and_not_a_fault(tmp_path):

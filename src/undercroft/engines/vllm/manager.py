@@ -110,6 +110,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         self._refresh = refresh
         self._stats = StepStats(hierarchy)
         self._requests: dict[str, Request] = {}
+        self._outdated: dict[str, bool] = {}
+        """Requests that lived through a reset; whether to begin running makes them trusted."""
         refresh()
 
     def switch_off(self, error: BaseException) -> None:
@@ -141,6 +143,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     @_safe(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self._requests.pop(req_context.req_id, None)
+        self._outdated.pop(req_context.req_id, None)
         if request is not None:
             self.hierarchy.finish_request(request)
             if request.loading or request.num_storing:
@@ -210,6 +213,10 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
+        if req_context.req_id in self._outdated:
+            declined = self.hierarchy.counters.declined_chunks
+            declined[LEVEL_0, "before_reset"] += len(keys)
+            return _nothing_stored()
         chunk_keys = [ChunkKey(key) for key in keys]
         plan = self.hierarchy.prepare_store(chunk_keys, self._request(req_context))
         spec = self._spec(plan.keys, plan.slots, plan.store_id)
@@ -230,6 +237,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     @_safe(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._refresh()
+        if self._outdated:
+            self._trust_again(context)
         self.hierarchy.end_step(context.new_req_ids)
 
     @override
@@ -274,8 +283,27 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
 
     # --- reset and shutdown -------------------------------------------------------------------
 
+    def _distrust(self) -> None:
+        """Store nothing for requests that are under way: what they computed is from before.
+
+        Nor may it be read: vLLM 0.32 offers all their chunks anew, and takes them from blocks that
+        a sliding window has given up and others own by now.
+        """
+        for request_id, request in self._requests.items():
+            has_loaded = bool(request.loaded or request.loading)
+            self._outdated[request_id] = self._outdated.get(request_id, True) and not has_loaded
+
+    def _trust_again(self, context: ScheduleEndContext) -> None:
+        """Requests that compute from the start again, or begin only now, have new bytes."""
+        for request_id in context.preempted_req_ids:
+            self._outdated.pop(request_id, None)
+        for request_id in context.new_req_ids:
+            if self._outdated.get(request_id):
+                del self._outdated[request_id]
+
     @override
     def reset_cache(self) -> None:
+        self._distrust()
         # Also while the cache is off: what lies on disk outlives this engine, and others share it.
         try:
             in_time = self.hierarchy.reset()

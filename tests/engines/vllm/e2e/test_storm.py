@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.engines.vllm.e2e.conftest import Plain
+from tests.engines.vllm.e2e.conftest import SIZES, Plain
 from tests.engines.vllm.lab.engine import OFFLOADER, Engine, Nursery, prompt
 
 BLOCK = 32
 SMALL = {"max_model_len": 1024, "num_gpu_blocks_override": 80, "max_num_batched_tokens": 1024}
+ROOM = {"gemma3": {"num_gpu_blocks_override": 120}}  # three groups share them
 UNDER_WAY = (
     "requests", "filling", "draining", "fresh", "pins", "holders", "loaders", "stores",
     "restores", "waiting", "cascade", "fresh_entries",
@@ -36,12 +37,16 @@ def varied_prompts(count: int, seed: int) -> list[list[int]]:
 class Weather:
     """An engine with little memory and a small disk, and what is right to answer."""
 
-    def __init__(self, nursery: Nursery, plain: Plain, disk: Path) -> None:
+    def __init__(
+        self, nursery: Nursery, plain: Plain, disk: Path, model: str = "llama", **offload: Any
+    ) -> None:
         tier = {"type": "disk", "path": str(disk), "capacity": "16MiB", "free_space_floor": "0"}
         self.prompts = varied_prompts(30, 3)
-        self.expected = plain.answers(self.prompts, max_tokens=4)
+        self.expected = plain.answers(self.prompts, max_tokens=4, model=model)
         self.engine: Engine = nursery.engine(
-            "llama", {**OFFLOADER, "host": "2MiB", "tiers": [tier]}, **SMALL
+            model,
+            {**OFFLOADER, "host": "2MiB", "tiers": [tier], **offload},
+            **{**SIZES.get(model, {}), **SMALL, **ROOM.get(model, {})},
         )
 
     def storm(self, count: int, seed: int, **odds: float) -> int:
@@ -75,6 +80,18 @@ def test_aborts_and_resets_at_random(weather: Weather) -> None:
     for seed in range(2):
         weather.storm(60, seed, aborts=0.03, resets=0.05, wipes=0.02)
     weather.assert_calm()
+
+
+def test_resets_while_windows_slide(nursery: Nursery, plain: Plain, tmp_path: Path) -> None:
+    """After a reset vLLM offers blocks that a window gave up and others own: never stored."""
+    weather = Weather(nursery, plain, tmp_path / "kv", "gemma3", blocks_per_chunk=3)
+    weather.engine.inside("storm:watch_stores")
+    for seed in range(3):
+        weather.storm(60, seed, aborts=0.05, resets=0.1, wipes=0.1)
+    weather.assert_calm()
+    counts = weather.engine.counts()
+    assert counts["stored_blocks_seen"] > 0
+    assert counts.get("stray_blocks_stored", 0) == 0
 
 
 def test_the_disk_is_deleted_while_serving(weather: Weather, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from itertools import islice
 from typing import Any
 
 from tests.engines.vllm.lab.driver import Driver
@@ -80,11 +81,16 @@ def storm(  # noqa: C901 - one loop, read from top to bottom
 
 
 def _reset(driver: Driver, *, preempt: bool, connector: bool) -> None:
-    # vLLM 0.32 refuses to preempt while a load is under way, and asserts that a request it
-    # preempted so is not loading one step later: either kills the engine, whatever the backend.
-    requests = core_of(driver).scheduler.requests.values()
-    preempt = preempt and not any("REMOTE" in request.status.name for request in requests)
-    core_of(driver).reset_prefix_cache(preempt, connector)
+    # While blocks wait for a load, an aborted request's too, vLLM 0.32 preempts first and refuses
+    # then. And it asserts that a request it preempted so is not loading one step later: such a
+    # request must not hit, so the connector is reset all the same. Whatever the backend.
+    scheduler = core_of(driver).scheduler
+    try:
+        scheduler.reset_prefix_cache(preempt, connector)
+    except RuntimeError as error:
+        if "waiting for remote KV" not in str(error):
+            raise
+        scheduler.reset_connector_cache()
 
 
 def census(driver: Driver) -> dict[str, Any]:
@@ -157,3 +163,30 @@ HUNG_CALLS = (
     "open", "preadv", "pwrite", "pwritev", "fdatasync", "stat", "fstat", "list",
     "free_bytes", "allocate", "unlink", "lock", "rename", "sync_directory",
 )  # fmt: skip
+
+
+def watch_stores(driver: Driver) -> None:
+    """From now on count the blocks that are stored for one request and belong to another."""
+    scheduler = core_of(driver).scheduler
+    connector = scheduler.connector.connector_scheduler
+    build = connector._build_store_jobs
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+
+    def watched(output: Any) -> Any:
+        jobs = build(output)
+        owners: dict[int, set[tuple[str, int]]] = {}
+        for group, manager in enumerate(managers):
+            for request_id, blocks in manager.req_to_blocks.items():
+                for block in blocks:
+                    owners.setdefault(block.block_id, set()).add((request_id, group))
+        for job in jobs.values():
+            block_ids = iter(job.src_spec.block_ids.tolist())
+            for group, size in enumerate(job.src_spec.group_sizes):
+                for block_id in islice(block_ids, size):
+                    owned_by = owners.get(block_id)
+                    driver.probe.counts["stored_blocks_seen"] += 1
+                    if owned_by and (job.req_id, group) not in owned_by:
+                        driver.probe.counts["stray_blocks_stored"] += 1
+        return jobs
+
+    connector._build_store_jobs = watched
