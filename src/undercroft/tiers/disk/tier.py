@@ -169,6 +169,7 @@ class DiskTier:
             if self._upkeep.closed:
                 return
             self._upkeep.closed = True
+            self._upkeep.watch.close()
             try:
                 if self._keeper.attached and not self._upkeep.read_only:
                     self._keeper.flush()

@@ -13,11 +13,13 @@ from undercroft.log import SparingLog
 from undercroft.tiers.disk.files import translate
 from undercroft.tiers.disk.holdings import Holdings
 from undercroft.tiers.disk.keeper import Keeper
+from undercroft.tiers.disk.watch import Watch
 
 __all__ = ["EPOCH_AGE_S", "Upkeep"]
 
 EPOCH_AGE_S = 0.02
 _EPOCH_SYNC_S = 0.001
+_EPOCH_WAIT_S = 0.05
 _FOLLOW_AGE_S = 0.1
 
 _LOG = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class Upkeep:
         self.epoch_read_s = float("-inf")
         self._holdings = holdings
         self._clock = clock
+        self.watch = Watch(self._read_epoch, f"undercroft-{name}-watch")
         self._log = SparingLog(_LOG, clock)
         self._flush_interval_s = interval_s
         self._synced_s = self._attached_s = float("-inf")
@@ -157,11 +160,14 @@ class Upkeep:
         self._followed_s = self._checked_s = self._flushed_s = self._attached_s
 
     def peek_epoch(self) -> int:
-        """The epoch on disk, at most 20 ms old; -1 if it is unknown, so that nothing is served."""
+        """The epoch on disk, at most 20 ms old; -1 if it is unknown, so that nothing is served.
+
+        The scheduler thread asks: a disk that hangs keeps it 50 ms at most, and once.
+        """
         now = self._clock.now_s()
         if now - self.epoch_read_s >= EPOCH_AGE_S:
             self.epoch_read_s = now
-            self.seen_epoch = -1 if self.must_raise else self._read_epoch() or -1
+            self.seen_epoch = -1 if self.must_raise else self.watch.read(_EPOCH_WAIT_S) or -1
         return self.seen_epoch
 
     def _read_epoch(self) -> int | None:

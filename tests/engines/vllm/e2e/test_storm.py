@@ -105,10 +105,11 @@ def test_the_disk_is_deleted_while_serving(weather: Weather, tmp_path: Path) -> 
     weather.assert_calm()
 
 
-def test_the_disk_hangs_for_good(weather: Weather) -> None:
-    """No request waits for it, and none fails."""
+@pytest.mark.parametrize("epoch", [False, True])
+def test_the_disk_hangs_for_good(weather: Weather, epoch: bool) -> None:
+    """No request waits for it, and none fails; even if the cached epoch cannot be read."""
     weather.storm(30, 0)
-    weather.engine.inside("storm:hang_disk", on=True)
+    weather.engine.inside("storm:hang_disk", on=True, epoch=epoch)
     weather.storm(40, 1)
     weather.storm(20, 2)
     weather.engine.inside("storm:hang_disk", on=False)

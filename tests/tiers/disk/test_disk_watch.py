@@ -1,0 +1,81 @@
+"""Asking a disk that may hang."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from undercroft.tiers.disk.files import Files
+from undercroft.tiers.disk.watch import Watch
+
+from .support import disk, key, put
+
+
+class Hanging(Files):
+    """Reads hang while `gate` is not set."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def pread(self, *args: Any) -> bytes:
+        self.gate.wait()
+        return super().pread(*args)
+
+
+def test_a_hanging_epoch_keeps_the_asker_once_and_shortly(tmp_path: Path) -> None:
+    """`has` says no while the epoch cannot be read, at once after the first time."""
+    files = Hanging()
+    tier = disk(tmp_path, files=files)
+    put(tier, 1)
+    assert tier.has(key(1))
+    time.sleep(0.03)
+    files.gate.clear()
+    began = time.monotonic()
+    for _ in range(5):
+        assert not tier.has(key(1))
+        assert tier.epoch() >= 1
+        time.sleep(0.03)
+    assert time.monotonic() - began < 2
+    files.gate.set()
+    time.sleep(0.1)
+    assert tier.has(key(1))
+    tier.close()
+
+
+def test_a_read_that_raises_is_no_answer_and_the_next_one_counts() -> None:
+    """The thread outlives whatever it calls."""
+    answers: list[Any] = [7, OSError("no"), 8]
+
+    def read() -> int | None:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return int(answer)
+
+    watch = Watch(read, "watch")
+    assert [watch.read(5.0) for _ in range(3)] == [7, None, 8]
+    watch.close()
+    watch.close()
+    assert watch.read(5.0) is None
+
+
+def test_after_a_hang_answers_are_fresh() -> None:
+    """What a late read found is not handed to a later asker."""
+    gate = threading.Event()
+    counter = iter(range(1, 9))
+
+    def read() -> int | None:
+        number = next(counter)
+        if number == 1:
+            gate.wait()
+        return number
+
+    watch = Watch(read, "watch")
+    assert watch.read(0.01) is None
+    assert watch.read(5.0) is None, "nobody waits twice"
+    gate.set()
+    while (answer := watch.read(5.0)) is None:
+        time.sleep(0.001)
+    assert answer == 2
+    watch.close()
