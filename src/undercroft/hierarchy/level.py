@@ -41,7 +41,7 @@ class Level:
     """A lower level. All methods but those of the raiser thread run on the scheduler thread.
 
     Args:
-        tier: Must be `Indexed`; `Bounded` and `Epochal` are used when there.
+        tier: Must be `Indexed`; `Bounded`, `Epochal` and `Following` are used when there.
         transfers: Moves the tier's bytes.
         slot_bytes: Bytes of a chunk of each size class, as the tier sees them.
         class_of: The size class of a key.
