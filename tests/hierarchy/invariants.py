@@ -62,8 +62,7 @@ def check_pins(hierarchy: Hierarchy) -> None:
     expected.update(hierarchy.cascade._late.values())
     for _, held in hierarchy._draining_until:
         expected.update(held)
-    for entry in hierarchy.fresh._entries.values():
-        expected.update(entry.kept)
+    expected.update(hierarchy.fresh.kept_slots())
     pins = Counter({slot: n for slot, n in enumerate(hierarchy.pool.slots.pins) if n})
     assert pins == expected
     assert hierarchy._num_loading == sum(len(r.loading) for r in hierarchy._loaders.values())
@@ -110,3 +109,4 @@ def check_quiet(hierarchy: Hierarchy, *, orphans: bool = False) -> None:
     assert not hierarchy.stores._by_key
     assert not hierarchy.restores.num_waiting
     assert not hierarchy.fresh._entries
+    assert not hierarchy.fresh.is_listing

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
-from tests.hierarchy.invariants import check_quiet
+from tests.hierarchy.invariants import check_all, check_quiet
 from tests.hierarchy.worlds import CHUNK_BYTES, World, make_world
 
 from undercroft.hierarchy.request import Lookup, Request
@@ -142,6 +142,25 @@ def test_a_burst_reads_each_chunk_once(worlds: list[World]) -> None:
     assert {entry.num_hits for entry in entries} == {12}
     assert sorted(tier.read) == sorted(keys)
     check_quiet(world.hierarchy)
+
+
+def test_what_one_request_reads_no_other_reads_again_in_the_same_step(
+    worlds: list[World],
+) -> None:
+    """The second's prefix begins with the first's and does not fit: it is cut, and waits."""
+    tier = OneThreadOrder(64 * CHUNK_BYTES)
+    keys = keys_of("a", 12)
+    for key in keys:
+        tier.write_from(key, memoryview(content_of(key, CHUNK_BYTES)))
+    world = make_world(8, [tier], num_threads=1)
+    worlds.append(world)
+    entries = [world.engine.submit(keys[:4]), world.engine.submit(keys)]
+    world.engine.step()
+    check_all(world.hierarchy)
+    world.engine.settle()
+    assert entries[0].num_hits == 4
+    assert entries[1].num_hits >= 4
+    assert len(tier.read) == len(set(tier.read))
 
 
 def test_a_failed_chunk_loses_only_itself(worlds: list[World]) -> None:

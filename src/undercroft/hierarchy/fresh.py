@@ -3,80 +3,170 @@
 A prompt is stored over several steps, root first. Told to the policy as they come, its deepest
 chunks would look newest and its root would be evicted first, which makes the rest useless. So they
 stay FRESH, which is not evictable, until the request ends or has stored nothing for some steps, and
-are then inserted leaf first. When room is needed, other requests' fresh chunks are listed at once.
+are then inserted leaf first, a bounded number at once: a request may have tens of thousands. When
+room is needed, ended requests' chunks are listed first, then those of other running ones.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from undercroft.hierarchy.pool import Pool
 from undercroft.hierarchy.request import Request
-from undercroft.hierarchy.slots import SlotState
 from undercroft.keys import ChunkKey
 
-__all__ = ["Fresh"]
+__all__ = ["MAX_LISTED_AT_ONCE", "Fresh"]
 
+MAX_LISTED_AT_ONCE = 256
+"""Chunks that one call tells the policy of, some half a millisecond's worth; the rest waits for
+the next step."""
+_SHARE_PER_STEP = 4
+"""A step lists at least this part of what waits, so that the backlog of a flood stays small."""
 _IDLE_STEPS = 8
 
 
 @dataclass(slots=True)
 class _Entry:
+    """What one request keeps, in prefix order."""
+
     step: int
-    chunks: list[tuple[ChunkKey, int]] = field(default_factory=list)
+    # Two plain lists rather than one of pairs, which the garbage collector would walk through.
+    stored: list[ChunkKey] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    """Of `stored`."""
     kept: list[int] = field(default_factory=list)
+    """Slots it loaded, each pinned once."""
+    used: list[ChunkKey] = field(default_factory=list)
+    """Keys it loaded."""
+
+    def __len__(self) -> int:
+        return len(self.stored) + len(self.kept) + len(self.used)
 
 
 class Fresh:
-    """The unlisted chunks, by request. Threads: the scheduler's."""
+    """The unlisted chunks, by request. Threads: the scheduler's.
+
+    Cost: each call O(`MAX_LISTED_AT_ONCE`) besides what it is given.
+    """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._entries: dict[str, _Entry] = {}
+        self._ended: deque[_Entry] = deque()
+        self._num_ended = 0  # the sum of their lengths
 
-    def add(self, request: Request, chunks: list[tuple[ChunkKey, int]], step: int) -> None:
-        """`chunks`, in prefix order, are in their slots as of `step`."""
-        entry = self._entries.setdefault(request.id, _Entry(step))
-        entry.step = step
-        entry.chunks += chunks
-        set_state = self._pool.slots.set_state
-        for _, slot in chunks:
-            set_state(slot, SlotState.FRESH)
+    @property
+    def is_listing(self) -> bool:
+        """Whether ended requests have chunks that the policy does not know yet."""
+        return bool(self._ended)
 
-    def keep(self, request: Request, slots: list[int], step: int) -> None:
-        """`request` has loaded `slots`: its own stores must not evict what they continue."""
-        entry = self._entries.setdefault(request.id, _Entry(step))
-        entry.step = step
+    def kept_slots(self) -> Iterable[int]:
+        """Every slot pinned here, once for each pin."""
+        for entry in (*self._entries.values(), *self._ended):
+            yield from entry.kept
+
+    def add(
+        self, request: Request, keys: Sequence[ChunkKey], slots: Sequence[int], step: int
+    ) -> None:
+        """`keys`, in prefix order, are in their `slots` as of `step`."""
+        entry = self._entry(request.id, step)
+        entry.stored += keys
+        entry.slots += slots
+        self._pool.slots.make_fresh(slots)
+
+    def keep(self, request: Request, slots: Sequence[int], step: int) -> None:
+        """`request` has loaded `slots`: its own stores must not evict what they continue.
+
+        The caller's pins on them become this one's.
+        """
+        entry = self._entry(request.id, step)
         entry.kept += slots
-        for slot in slots:
-            self._pool.slots.pin(slot)
+        entry.used = list(request.loaded)
 
-    def settle(self, request_id: str) -> None:
-        """Tell the policy of a request's chunks, deepest first."""
+    def _entry(self, request_id: str, step: int) -> _Entry:
+        entry = self._entries.setdefault(request_id, _Entry(step))
+        entry.step = step
+        return entry
+
+    def settle(self, request_id: str, used: Iterable[ChunkKey]) -> None:
+        """Tell the policy of a request's chunks, deepest first; the root ends up newest.
+
+        Args:
+            request_id: Whose.
+            used: What it loaded, in prefix order: the part nearest the root.
+        """
         entry = self._entries.pop(request_id, None)
         if entry is None:
-            return
-        states, make_ready = self._pool.slots.states, self._pool.make_ready
-        for key, slot in reversed(entry.chunks):
-            if states[slot] == SlotState.FRESH:
-                make_ready(key, slot)
-        for slot in entry.kept:
-            self._pool.unpin(slot)
+            entry = _Entry(0)
+        entry.used = list(used)
+        self._end(entry)
+        self.advance()
 
-    def settle_others(self, request_id: str) -> bool:
-        """Make every other request's chunks evictable; whether there were any."""
-        others = [other for other in self._entries if other != request_id]
-        for other in others:
-            self.settle(other)
-        return bool(others)
+    def _end(self, entry: _Entry) -> None:
+        if entry:
+            self._ended.append(entry)
+            self._num_ended += len(entry)
+
+    def advance_step(self) -> None:
+        """Once a step: list more, the more the more waits."""
+        self.advance(max(MAX_LISTED_AT_ONCE, self._num_ended // _SHARE_PER_STEP))
+
+    def advance(self, num_chunks: int = MAX_LISTED_AT_ONCE) -> None:
+        """List up to `num_chunks` of ended requests."""
+        while self._ended and num_chunks > 0:
+            entry = self._ended[0]
+            num_listed = self._list(entry, num_chunks)
+            num_chunks -= num_listed
+            self._num_ended -= num_listed
+            if not entry:
+                self._ended.popleft()
+
+    def _list(self, entry: _Entry, num_chunks: int) -> int:
+        """The next part of `entry`; returns how many that were."""
+        pool = self._pool
+        if entry.stored:
+            stored, of_stored = entry.stored[-num_chunks:], entry.slots[-num_chunks:]
+            del entry.stored[-num_chunks:], entry.slots[-num_chunks:]
+            pool.list_fresh(stored[::-1], of_stored[::-1])
+            return len(stored)
+        if entry.kept:
+            slots = entry.kept[-num_chunks:]
+            del entry.kept[-num_chunks:]
+            for slot in slots:
+                pool.unpin(slot)
+            return len(slots)
+        keys = entry.used[-num_chunks:]
+        del entry.used[-num_chunks:]
+        pool.touch(keys)
+        return len(keys)
+
+    def make_room(self, request_id: str, num_chunks: int = MAX_LISTED_AT_ONCE) -> bool:
+        """Make some `num_chunks` of other requests evictable; False: there is none left.
+
+        Every true answer is progress: ask again while the room does not suffice.
+        """
+        if not self._ended and not any(other != request_id for other in self._entries):
+            return False
+        for other in list(self._entries):
+            if self._num_ended >= num_chunks:
+                break
+            if other != request_id:
+                self._end(self._entries.pop(other))
+        self.advance(num_chunks)
+        return True
 
     def settle_idle(self, step: int) -> None:
         """Settle requests that have stored nothing for a while."""
         idle = [r for r, entry in self._entries.items() if step - entry.step >= _IDLE_STEPS]
         for request_id in idle:
-            self.settle(request_id)
+            self._end(self._entries.pop(request_id))
 
     def forget_all(self) -> None:
         """At a reset: the keys were voided."""
-        for request_id in list(self._entries):
-            self.settle(request_id)
+        for slot in list(self.kept_slots()):
+            self._pool.unpin(slot)
+        self._entries.clear()
+        self._ended.clear()
+        self._num_ended = 0

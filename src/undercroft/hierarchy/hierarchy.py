@@ -109,7 +109,7 @@ class Hierarchy:
             view_of=self.view,
             hold=self._hold,
             let_go=self._unhold,
-            make_room=self.fresh.settle_others,
+            make_room=self.fresh.make_room,
             num_busy_slots=self._num_busy_slots,
             on_arrival=lambda key: self.events.add(LEVEL_0, key, removed=False),
             counters=counters,
@@ -254,20 +254,21 @@ class Hierarchy:
     def complete_load(self, keys: Iterable[ChunkKey], request: Request) -> None:
         """The engine has the bytes of `keys`."""
         loaded: list[int] = []
+        take = request.loading.pop
         for key in keys:
-            slot = request.loading.pop(key, None)
+            slot = take(key, None)
             if slot is not None:
                 loaded.append(slot)
-                self.counters.loaded_bytes += self.pool.slots.size(slot)
+        self.counters.loaded_bytes += self.pool.slots.bytes_of(loaded)
         self._num_loading -= len(loaded)
         self.counters.loaded_chunks += len(loaded)
         if not request.finished:
             self.fresh.keep(request, loaded, self._step)
-        for slot in loaded:
-            self.pool.unpin(slot)
+        else:
+            for slot in loaded:
+                self.pool.unpin(slot)
         if not request.loading:
             self._loaders.pop(request.id, None)
-            self.pool.touch(request.loaded)
             self._touch_if_over(request)
 
     # --- stores -------------------------------------------------------------------------------
@@ -287,14 +288,14 @@ class Hierarchy:
     ) -> None:
         """The workers copied `keys` into their slots, or reported that they could not."""
         key_set = keys if isinstance(keys, AbstractSet) else set(keys)
-        ready = self.stores.complete(key_set, request, success=success)
-        self.fresh.add(request, ready, self._step)
+        ready, slots = self.stores.complete(key_set, request, success=success)
+        self.fresh.add(request, ready, slots, self._step)
         if self.events.enabled:
-            for key, _ in ready:
+            for key in ready:
                 self.events.add(LEVEL_0, key, removed=False)
-        self.cascade.add([key for key, _ in ready])
+        self.cascade.add(ready)
         if any(level.is_choosy for level in self.levels):
-            request.offered_below.update(key for key, _ in ready)
+            request.offered_below.update(ready)
         self._touch_if_over(request)
 
     # --- requests and steps -------------------------------------------------------------------
@@ -310,9 +311,7 @@ class Hierarchy:
         """Touch the chain of a request leaf first, once nothing of it is under way."""
         if not request.finished or request.loading or request.num_storing > 0:
             return
-        # The loaded part is the root's; it goes last, so that the root ends up newest.
-        self.fresh.settle(request.id)
-        self.pool.touch(request.loaded)
+        self.fresh.settle(request.id, request.loaded)
         if not self.levels:
             return
         chain = list(request.in_order(dict.fromkeys(request.chain)))
@@ -353,6 +352,7 @@ class Hierarchy:
                 self.restores.leave(waiting)
                 waiting.deadline_s = None
         self.fresh.settle_idle(self._step)
+        self.fresh.advance_step()
         self.restores.refresh()
         self.restores.admit(self._step, now_s)
         self._touch_below()
@@ -390,7 +390,11 @@ class Hierarchy:
     def has_pending_work(self) -> bool:
         """Whether the engine should keep stepping although it has no request."""
         return bool(
-            len(self.restores) or len(self.cascade) or self._draining_until or self._to_touch
+            len(self.restores)
+            or len(self.cascade)
+            or self._draining_until
+            or self._to_touch
+            or self.fresh.is_listing
         )
 
     # --- reset and close ----------------------------------------------------------------------

@@ -15,6 +15,8 @@ from undercroft.policies.base import EvictionPolicy
 
 __all__ = ["Pool"]
 
+_READY, _FRESH = int(SlotState.READY), int(SlotState.FRESH)
+
 _MAX_SKIPPED = 512
 """Pinned keys one search for a victim may pass over; keeps a single call short. They are moved out
 of the way, so the next search goes on behind them."""
@@ -64,8 +66,8 @@ class Pool:
 
     def absent(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Those of `keys` that are not here, each once, in the order given."""
-        find = self.table.get
-        return [key for key in dict.fromkeys(keys) if find(key) < 0]
+        shards = self.table.shards
+        return [key for key in dict.fromkeys(keys) if key not in shards[hash(key) >> SHARD_SHIFT]]
 
     def admitted(self, offered: Sequence[ChunkKey], absent: list[ChunkKey]) -> list[ChunkKey]:
         """Those of `absent` that may come in. Chunks `offered` that are here count as seen, too."""
@@ -168,13 +170,27 @@ class Pool:
         self.slots.set_state(slot, SlotState.READY)
         self._policies[self.class_of(key)].on_insert(key)
 
+    def list_fresh(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
+        """Those of `keys` whose `slots` are FRESH may be evicted from now on, in this order."""
+        states, class_of, policies = self.slots.states, self.class_of, self._policies
+        listed = [i for i, slot in enumerate(slots) if states[slot] == _FRESH]
+        if len(listed) < len(keys):
+            keys, slots = [keys[i] for i in listed], [slots[i] for i in listed]
+        self.slots.make_ready(slots)
+        if not self._many:
+            on_insert = policies[0].on_insert
+            for key in keys:
+                on_insert(key)
+            return
+        for key in keys:
+            policies[class_of(key)].on_insert(key)
+
     def touch(self, keys: Reversible[ChunkKey]) -> None:
         """`keys`, a prefix from the root on, were used; the deepest ends up the oldest of them."""
-        find = self.table.get
-        states = self.slots.states
+        shards, states = self.table.shards, self.slots.states
         for key in reversed(keys):
-            slot = find(key)
-            if slot >= 0 and states[slot] == SlotState.READY:
+            slot = shards[hash(key) >> SHARD_SHIFT].get(key, -1)
+            if slot >= 0 and states[slot] == _READY:
                 policy = self._policies[self.class_of(key)]
                 if key in policy:
                     policy.on_hit(key)
@@ -220,29 +236,31 @@ class Pool:
         shards, pins = self.table.shards, slots.pins
         victims: list[ChunkKey] = []
         skipped: list[ChunkKey] = []
+        freed: list[int] = []
         for key in policy.victims():
-            if pins[shards[hash(key) >> SHARD_SHIFT].get(key, -1)] or key in keep:
+            slot = shards[hash(key) >> SHARD_SHIFT][key]
+            if pins[slot] or key in keep:
                 skipped.append(key)
                 if len(skipped) == _MAX_SKIPPED:
                     break
                 continue
             victims.append(key)
+            freed.append(slot)
             if len(victims) == count:
                 break
         for key in skipped:
             policy.on_hit(key)
-        return self._leave(victims, policy)
+        self._leave(victims, policy)
+        slots.recycle(freed)
+        return freed
 
-    def _leave(self, victims: Sequence[ChunkKey], policy: EvictionPolicy) -> list[int]:
+    def _leave(self, victims: Sequence[ChunkKey], policy: EvictionPolicy) -> None:
         shards, on_evict = self.table.shards, policy.on_evict
-        freed: list[int] = []
         for key in victims:
-            freed.append(shards[hash(key) >> SHARD_SHIFT].pop(key))
+            del shards[hash(key) >> SHARD_SHIFT][key]
             on_evict(key)
-        self.slots.recycle(freed)
         if victims:
             self._on_evict(victims)
-        return freed
 
     def _steal_extent(self, size_class: int) -> bool:
         """Free a whole extent of the class that holds most, coldest first; rare."""
@@ -267,6 +285,7 @@ class Pool:
         taken = [slot for slot in extent if slots.states[slot]]
         if any(slots.pins[s] or slots.states[s] != SlotState.READY for s in taken):
             return False
-        for slot in self._leave([self._owners[s] for s in taken], self._policies[size_class]):
+        self._leave([self._owners[s] for s in taken], self._policies[size_class])
+        for slot in taken:
             slots.give_back(slot)
         return True

@@ -28,7 +28,11 @@ from undercroft.hierarchy.pool import Pool
 from undercroft.hierarchy.request import Answer, Request, Walk
 from undercroft.keys import ChunkKey
 
-__all__ = ["Restores"]
+__all__ = ["MOST_DEADLINES", "Restores"]
+
+MOST_DEADLINES = 4
+"""However slow a tier is predicted to be, reads may take no more than so many deadlines: what it
+showed may have been a hiccup, and recomputing would have been quicker by then."""
 
 
 @dataclass(slots=True)
@@ -45,7 +49,7 @@ class Restores:
     Args:
         share_ratio: The part of level 0 that restores may hold at once, 0 to 1.
         deadline_s: How long a request may be kept waiting, at least; twice the predicted time of
-            its reads if that is longer.
+            its reads if that is longer, but no more than `MOST_DEADLINES` of these.
         view_of: The bytes of a slot.
         hold: Pins a READY slot for a request until it loads, ends, or runs out of time.
         let_go: Takes such pins away again, where there are any.
@@ -141,7 +145,9 @@ class Restores:
             if not wanted:
                 continue
             fits = self._fits_by(request, wanted, now_s)
-            if fits or (self._make_room(request.id) and self._fits_by(request, wanted, now_s)):
+            while not fits and self._make_room(request.id):
+                fits = self._fits_by(request, wanted, now_s)
+            if fits:
                 self._start(request, wanted, now_s)
             elif now_s < request.admit_by_s and self._others_hold(request):
                 # Whoever came first will let go soon.
@@ -213,12 +219,13 @@ class Restores:
         """Cut a walk from the root where it stops fitting; the keys to read before the cut.
 
         Hits beyond the cut are of no use without what comes before: their slots count as room, and
-        are let go of.
+        are let go of. What another request began to read in this step is waited for, not read.
         """
         usable = walk.usable(request.position_of)
         room = self._room(self._pool.class_of(walk.keys[0]))
-        held = [self._pool.find(k) in request.holds for k in walk.keys]
-        below = [a == Answer.BELOW for a in walk.answers]
+        slots = [self._pool.find(k) for k in walk.keys]
+        held = [slot in request.holds for slot in slots]
+        below = [a == Answer.BELOW and s < 0 for a, s in zip(walk.answers, slots, strict=True)]
         spare = sum(held[i] for i in usable)
         needed, cut = 0, len(usable)
         for i in usable:
@@ -229,7 +236,7 @@ class Restores:
                 break
         if cut < len(walk.keys):
             request.denied.add(walk.keys[cut])
-            self._let_go(request, [self._pool.find(k) for k in walk.keys[cut:]])
+            self._let_go(request, slots[cut:])
         return [walk.keys[i] for i in range(cut) if below[i]]
 
     def _trim(self, request: Request, now_s: float) -> None:
@@ -307,7 +314,8 @@ class Restores:
             for promotion in started:
                 s_per_byte = promotion.level.transfers.s_per_byte(Op.READ) or 0.0
                 predicted_s += s_per_byte * self._pool.slots.size(promotion.slot)
-            deadline_s = now_s + max(self.deadline_s, 2 * predicted_s)
+            most_s = MOST_DEADLINES * self.deadline_s
+            deadline_s = now_s + min(most_s, max(self.deadline_s, 2 * predicted_s))
         request.deadline_s = deadline_s
         return deadline_s
 

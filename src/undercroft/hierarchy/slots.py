@@ -34,7 +34,7 @@ class SlotState(IntEnum):
 
 
 # A global's name costs half of an enum member's on the paths taken per key.
-_FILLING, _READY = int(SlotState.FILLING), int(SlotState.READY)
+_FILLING, _READY, _FRESH = map(int, (SlotState.FILLING, SlotState.READY, SlotState.FRESH))
 
 
 def slot_bytes_for(payload_bytes: int) -> int:
@@ -197,11 +197,12 @@ class Slots:
 
     def recycle(self, slots: Sequence[int]) -> None:
         """Make unpinned READY slots FILLING, for other chunks of the same sizes."""
-        states, pins = self.states, self.pins
+        states, pins, num_ready = self.states, self.pins, self._num_ready_unpinned
+        classes, stride = self._extent_class, self._stride
         for slot in slots:
             if states[slot] != _READY or pins[slot]:
                 raise Bug(f"slot {slot} recycled in state {states[slot]}")
-            self._num_ready_unpinned[self._extent_class[slot // self._stride]] -= 1
+            num_ready[classes[slot // stride]] -= 1
             states[slot] = _FILLING
 
     def give_back(self, slot: int) -> None:
@@ -232,6 +233,27 @@ class Slots:
             was_ready = self.states[slot] == SlotState.READY
             self._num_ready_unpinned[size_class] += (state == SlotState.READY) - was_ready
         self.states[slot] = state
+
+    def make_fresh(self, slots: Sequence[int]) -> None:
+        """FILLING slots can be read now; the policy is told later."""
+        states = self.states
+        for slot in slots:
+            states[slot] = _FRESH
+
+    def make_ready(self, slots: Sequence[int]) -> None:
+        """FRESH slots may be evicted once nothing pins them."""
+        states, pins, num_ready = self.states, self.pins, self._num_ready_unpinned
+        classes, stride = self._extent_class, self._stride
+        for slot in slots:
+            states[slot] = _READY
+            if not pins[slot]:
+                num_ready[classes[slot // stride]] += 1
+
+    def bytes_of(self, slots: Sequence[int]) -> int:
+        """Bytes of `slots` together; none is FREE."""
+        if len(self.slot_bytes) == 1:
+            return len(slots) * self.slot_bytes[0]
+        return sum(map(self.size, slots))
 
     def pin(self, slot: int) -> None:
         """Forbid eviction once more."""

@@ -19,6 +19,7 @@ LEVEL_0 = "host"
 """The name of level 0 in events, counters and metrics."""
 
 _STORE_ID_BITS = 40
+_DRAINING = int(SlotState.DRAINING)
 
 
 def failed_chunk(store_id: int, chunk_index: int) -> int:
@@ -94,7 +95,8 @@ class Stores:
         if position_of(absent[0]) is not None:
             in_order = sorted(absent, key=lambda key: position_of(key) or 0)
         slots = self._pool.allocate(in_order, keep=request.loaded)
-        if len(slots) < len(in_order) and self._fresh.settle_others(request.id):
+        num_lacking = len(in_order) - len(slots)
+        if num_lacking and self._fresh.make_room(request.id, 2 * num_lacking):
             slots += self._pool.allocate(in_order[len(slots) :], keep=request.loaded)
         if len(slots) < len(in_order):
             self._decline("full", len(in_order) - len(slots))
@@ -119,29 +121,37 @@ class Stores:
 
     def complete(
         self, keys: AbstractSet[ChunkKey], request: Request, *, success: bool
-    ) -> list[tuple[ChunkKey, int]]:
+    ) -> tuple[list[ChunkKey], list[int]]:
         """Book the end of the stores of `keys`; those that worked and their slots, FILLING."""
         self._note_failures()
-        ready: list[tuple[ChunkKey, int]] = []
-        for store_id in {self._by_key.get(key, 0) for key in keys} - {0}:
+        ready: list[ChunkKey] = []
+        ready_slots: list[int] = []
+        by_key, states = self._by_key, self._pool.slots.states
+        for store_id in {by_key.get(key, 0) for key in keys} - {0}:
             store = self._open[store_id]
-            ended = [(k, slot) for k, slot in store.slots.items() if k in keys]
+            if store.slots.keys() <= keys:
+                ended, store.slots = store.slots, {}
+            else:
+                ended = {key: slot for key, slot in store.slots.items() if key in keys}
+                for key in ended:
+                    del store.slots[key]
             failed = store.failed if success else set(store.keys)
-            for key, slot in ended:
-                del store.slots[key], self._by_key[key]
-                if self._pool.slots.states[slot] == SlotState.DRAINING:
+            for key, slot in ended.items():
+                del by_key[key]
+                if states[slot] == _DRAINING:
                     self._pool.slots.give_back(slot)
-                elif key in failed:
+                elif failed and key in failed:
                     self._pool.abandon(key, slot, buffer_free=True)
                     self._counters.dropped_chunks[LEVEL_0, "copy_failed"] += 1
                 else:
-                    ready.append((key, slot))
+                    ready.append(key)
+                    ready_slots.append(slot)
             request.num_storing -= len(ended)
             if not store.slots:
                 del self._open[store_id]
         self._counters.stored_chunks += len(ready)
-        self._counters.stored_bytes += sum(self._pool.slots.size(slot) for _, slot in ready)
-        return ready
+        self._counters.stored_bytes += self._pool.slots.bytes_of(ready_slots)
+        return ready, ready_slots
 
     def _note_failures(self) -> None:
         reports = self._take_failed()
