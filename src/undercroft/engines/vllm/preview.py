@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.version import __version__ as vllm_version
 
 from undercroft.engines.vllm import UndercroftSpec
+from undercroft.engines.vllm.version import doubt
 from undercroft.errors import ConfigError, KvError
 
 __all__ = ["SERVED_DEVICES", "main", "preview"]
@@ -52,13 +53,14 @@ def preview(words: Sequence[str]) -> dict[str, Any]:
         words: What would follow `vllm serve`; without a model only the installation is looked at.
 
     Returns:
-        `version`, `device`, `device_served`; with a model also `refused` (one line, or None), and
-        what is known of the model: `dtype`, `block_tokens`, `hash_algorithm`, `prefix_caching`,
-        `revision`, `max_model_tokens`, `replicas`, and `chunk` (`bytes`, `tokens`) or `unforeseen`,
-        a line that says why not.
+        `version`, `doubt` (one line to warn with, or None), `device`, `device_served`; with a model
+        also `refused` (one line, or None), and what is known of the model: `dtype`, `block_tokens`,
+        `hash_algorithm`, `prefix_caching`, `revision`, `max_model_tokens`, `replicas`, and `chunk`
+        (`bytes`, `tokens`) or `unforeseen`, a line that says why not.
     """
     found: dict[str, Any] = {
         "version": vllm_version,
+        "doubt": doubt(vllm_version),
         "device": current_platform.device_type,
         "device_served": current_platform.device_type in SERVED_DEVICES,
     }
@@ -114,8 +116,10 @@ def _foresee(config: VllmConfig, found: dict[str, Any]) -> None:
 
 
 def _cache_config(config: VllmConfig) -> KVCacheConfig:
-    """One group of all layers, as for plain attention; models with several groups store the same
-    bytes a token, spread over several chunks."""
+    """One group of all layers, as for plain attention.
+
+    Models with several groups store the same bytes a token, spread over several chunks.
+    """
     cache, model = config.cache_config, config.model_config
     kind = MLAAttentionSpec if model.use_mla else FullAttentionSpec
     spec = kind(
