@@ -64,24 +64,29 @@ def run(args: argparse.Namespace) -> int:
     return Exit.PROBLEM if worst(findings) is Severity.ERROR else Exit.FINE
 
 
-def examine(asked: Asked, output: Output) -> list[Finding]:
+def examine(asked: Asked, output: Output, *, stop_early: bool = False) -> list[Finding]:
     """Look at everything. Nothing is changed; what dead engines left in /dev/shm is removed.
 
     Args:
         asked: What would be started.
         output: For progress.
+        stop_early: Do not look at vLLM, which takes seconds, once there is an error.
     """
     settings, findings = _settings(asked)
     with output.progress("looking at disks"), _quiet():
         for tier in settings.tiers if settings is not None else ():
             findings.extend(_tier(tier))
+    findings.extend(_memory(settings))
+    if stop_early and worst(findings) is Severity.ERROR:
+        return findings
     # After the disks, whose speed it would spoil. With wrong settings vLLM's own options are looked
     # at alone, so that one error is told once.
     with output.progress("looking at vLLM, which takes some seconds"):
         words = asked.vllm_words(with_transfer=settings is not None) if asked.model else []
         seen = look_at(words)
-    findings.extend(_memory(settings, int(seen.get("replicas", 1))))
     findings.extend(check_engine(seen))
+    if settings is not None and (num_replicas := int(seen.get("replicas", 1))) > 1:
+        findings.extend(_memory(settings, num_replicas))
     if asked.model is not None:
         findings.extend(check_model(asked, settings, seen))
     findings.extend(check_names(asked, settings, seen))
@@ -116,7 +121,7 @@ def _tier(tier: TierSettings) -> Iterator[Finding]:
         yield note("tiers", f"tier {tier.name} is of an installed type, {tier.type}: not tried")
 
 
-def _memory(settings: Settings | None, num_replicas: int) -> Iterator[Finding]:
+def _memory(settings: Settings | None, num_replicas: int = 1) -> Iterator[Finding]:
     # As an engine does at its start: what a killed one left would count as used.
     sweep_dead_regions(_SHM, keep=Path())
     limits = host_limits()

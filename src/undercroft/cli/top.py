@@ -35,7 +35,7 @@ _BAR_CELLS = 20
 _DESCRIPTION = """\
 Shows, anew every interval: for each level what it holds and may hold, and the bandwidth into it and
 out of it; the share of lookups that were hits; what waits; the prefill time saved. Ctrl-C ends it.
-With --json, or where the output is no terminal and --once is given, it prints once."""
+With --json or --once it looks for one interval, prints, and ends; exit code 1: the cache is off."""
 
 
 @dataclass(frozen=True, slots=True)
