@@ -150,7 +150,7 @@ class Hierarchy:
             request: Who asks.
             walk_id: The group the key belongs to; see `request.Walk`.
 
-        Cost: 1-2 us in a batch, at a million chunks (`bench/scheduler.py`).
+        Cost: 1-2 us in a batch, at a million chunks (`bench/run.py scheduler`).
         """
         if request.step != self._step:
             request.begin_step(self._step)
