@@ -388,9 +388,16 @@ class Hierarchy:
                 self.pool.unpin(slot)
 
     def has_pending_work(self) -> bool:
-        """Whether the engine should keep stepping although it has no request."""
+        """Whether the engine should keep stepping although it has no request.
+
+        Not for what hangs in a tier, and what waits behind it: an idle engine costs nothing.
+        Whenever that ends, the next step books it.
+        """
         return bool(
-            len(self.restores) or len(self.cascade) or self._draining_until or self._to_touch
+            self._draining_until
+            or self._to_touch
+            or self.cascade.can_go_on
+            or any(level.transfers.has_news for level in self.levels)
         )
 
     # --- reset and close ----------------------------------------------------------------------

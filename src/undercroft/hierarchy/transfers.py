@@ -39,6 +39,7 @@ _ABANDONED, _ENDED = MoveState.ABANDONED, MoveState.ENDED
 _ANSWERS = (CorruptChunk, FormatTooNew, TierFull)
 _SPEED_WEIGHT = 0.1
 _STALE_DEADLINES = 1024
+_LEAST_PATIENCE_S, _MOST_PATIENCE_S = 2.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ class Transfers:
         self._released: list[int] = []
         self._next_ticket = 1
         self._num_running = 0
+        self._hope_ends_s = float("-inf")
         self._s_per_byte: dict[Op, float] = {}
         self._closer: threading.Thread | None = None
         self._tier_closed = False
@@ -179,7 +181,8 @@ class Transfers:
             self._moves[ticket] = move
             self._note_deadline(move)
             self._queue.add(move)  # from here on a mover may have it
-            self._crew.wake(move.op)
+            if self._crew.wake(move.op):
+                self._hope_for(move, now_s)
         return ticket
 
     def _note_deadline(self, move: Move) -> None:
@@ -226,6 +229,7 @@ class Transfers:
             if not self._crew.can_serve:
                 self._end_queued(self._errors.left_alone, max_outcomes, now_s)
         if start_one:
+            self._hope_ends_s = max(self._hope_ends_s, now_s + _LEAST_PATIENCE_S)
             self._crew.start_one()
 
     def _expire(self, out: list[Done], now_s: float, max_outcomes: int) -> None:
@@ -271,6 +275,26 @@ class Transfers:
     def breaker(self) -> Breaker:
         """The circuit breaker, to be read only."""
         return self._breaker
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` or `take_released` has something to tell, or should have before long.
+
+        False while all that is under way is in, or behind, calls that are long overdue: it may
+        end, but nobody knows when, and it is not worth asking again and again.
+        """
+        if self._done or self._released:
+            return True
+        if not self._moves:
+            return False
+        now_s = self._clock.now_s()
+        return now_s < self._hope_ends_s or self._deadlines[0][0] <= now_s
+
+    def _hope_for(self, move: Move, now_s: float) -> None:
+        """A thread turns to `move`: until when its end is worth waiting for."""
+        patience_s = 4 * move.num_bytes * self._s_per_byte.get(move.op, 0.0)
+        patience_s = min(max(patience_s, _LEAST_PATIENCE_S), _MOST_PATIENCE_S)
+        self._hope_ends_s = max(self._hope_ends_s, now_s + patience_s)
 
     @property
     def num_queued_reads(self) -> int:
@@ -416,6 +440,7 @@ class Transfers:
                 move.started_s = now_s
                 move.permit = permit
                 self._num_running += 1
+                self._hope_for(move, now_s)
                 return True
             error = self._errors.left_alone
         self._queue.leave(move)
