@@ -157,18 +157,18 @@ class Throttled(MemoryTier):
         time.sleep(out.nbytes / 1e6)
         return super().read_into(key, out)
 
-    def write_from(self, key: ChunkKey, data: memoryview) -> None:
+    def _write(self, key: ChunkKey, data: memoryview, epoch: int | None) -> bool:
         time.sleep(data.nbytes / 1e6)
-        super().write_from(key, data)
+        return super()._write(key, data, epoch)
 
 
 def test_a_slow_tier_slows_nobody_else(worlds: list[World]) -> None:
     """While one request waits for 1 MB/s, others are answered in the step they come."""
     tier = Throttled(256 * CHUNK_BYTES, name="below")
     cold, warm = keys_of("cold", 100), keys_of("warm", 8)
-    MemoryTier.write_from(tier, warm[0], memoryview(content_of(warm[0], CHUNK_BYTES)))
+    MemoryTier._write(tier, warm[0], memoryview(content_of(warm[0], CHUNK_BYTES)), None)
     for key in cold:
-        MemoryTier.write_from(tier, key, memoryview(content_of(key, CHUNK_BYTES)))
+        MemoryTier._write(tier, key, memoryview(content_of(key, CHUNK_BYTES)), None)
     world = make_world(160, [tier], num_threads=2)
     worlds.append(world)
     world.engine.run(warm)

@@ -171,6 +171,7 @@ def test_a_reset_over_a_hung_tier(worlds: list[World]) -> None:
     assert not hung.pending
     hung.serve(keys_of("b", 2))
     assert not hung.pending
+    assert not hung.memory.used_bytes()
     hung.end()
     check_quiet(hung.hierarchy)
 

@@ -336,11 +336,15 @@ class Hierarchy:
             # A level that counts offers gets one a request.
             self.cascade.add([k for k in part if k not in once and level_with(k) is None])
 
-    def end_step(self, scheduled: Collection[str] = ()) -> None:
+    def end_step(self, scheduled: Collection[str] = ()) -> bool:
         """Once per engine step, after its lookups and loads, before its stores.
 
         Args:
             scheduled: Ids of requests that began to run in this step: they want nothing any more.
+
+        Returns:
+            Whether another engine was found to have reset the cache: everything is forgotten, and
+            what requests have computed or loaded so far must not be stored, as after `reset`.
         """
         self.poll()
         now_s = self._clock.now_s()
@@ -361,10 +365,12 @@ class Hierarchy:
             kept = request.queued and request.deadline_s is not None and now_s < request.deadline_s
             if not kept:
                 self._let_go(request)
-        if any(level.epoch_moved() for level in self.levels):
+        is_outdated = any(level.epoch_moved() for level in self.levels)
+        if is_outdated:
             self._log.warning("another engine dropped the shared cache; this one forgets it too")
             self._forget_all(raise_epoch=False)
         self._step += 1
+        return is_outdated
 
     def poll(self) -> None:
         """Book what the movers have finished. O(finished)."""

@@ -152,13 +152,16 @@ class Transfers:
         """Fill `out` with the chunk by `deadline_s` (absolute). Returns the ticket."""
         return self._submit(Move(_READ, key, out, out.nbytes, deadline_s))
 
-    def write(self, key: ChunkKey, data: memoryview, deadline_s: float) -> int | None:
-        """Store `data` by `deadline_s` (absolute).
+    def write(
+        self, key: ChunkKey, data: memoryview, deadline_s: float, epoch: int | None = None
+    ) -> int | None:
+        """Store `data` by `deadline_s` (absolute), if given, for `epoch` or not at all.
 
         Returns:
             The ticket; None if the queue is full: drop the chunk and count it.
         """
         move = Move(_WRITE, key, data, data.nbytes, deadline_s)
+        move.epoch = epoch
         if self._queue.write_bytes + move.num_bytes > self._max_queued_write_bytes:
             return None
         return self._submit(move)
@@ -403,12 +406,12 @@ class Transfers:
             self._report(move, error, now_s)
 
     def _report(
-        self, move: Move, error: KvError | None, now_s: float, *, found: bool = False
+        self, move: Move, error: KvError | None, now_s: float, *, moved: bool = False
     ) -> None:
         """The move has ended and nobody is in its buffer. Locked, if a mover may know it."""
         move.state = _ENDED
         move.buffer = None
-        self._done.append(self._ended(move, error, now_s, found=found))
+        self._done.append(self._ended(move, error, now_s, moved=moved))
 
     def _ended(
         self,
@@ -416,13 +419,12 @@ class Transfers:
         error: KvError | None,
         now_s: float,
         *,
-        found: bool = False,
+        moved: bool = False,
         buffer_free: bool = True,
     ) -> Done:
-        moved = found or (error is None and move.op is _WRITE)
-        outcome = Outcome(
-            move.key, error, move.num_bytes if moved else 0, now_s - move.submitted_s, found
-        )
+        num_bytes = move.num_bytes if moved else 0
+        found = moved and move.op is _READ
+        outcome = Outcome(move.key, error, num_bytes, now_s - move.submitted_s, found)
         return Done(move.ticket, move.op, outcome, buffer_free)
 
     # --- on the mover threads -----------------------------------------------------------------
@@ -452,15 +454,15 @@ class Transfers:
     def serve(self, move: Move) -> None:
         """See `Runner.serve`."""
         try:
-            error, found = self._attempts.perform(move)
+            error, moved = self._attempts.perform(move)
         except BaseException as exc:  # the thread dies of it, and says so; the ticket still ends
             error = self._attempts.translated(exc, move)
             error.__cause__ = None
-            self._finish(move, error, found=False)
+            self._finish(move, error, moved=False)
             raise
-        self._finish(move, error, found=found)
+        self._finish(move, error, moved=moved)
 
-    def _finish(self, move: Move, error: KvError | None, *, found: bool) -> None:
+    def _finish(self, move: Move, error: KvError | None, *, moved: bool) -> None:
         now_s = self._clock.now_s()
         with self._lock:
             self._num_running -= 1
@@ -475,13 +477,13 @@ class Transfers:
             del self._moves[move.ticket]
             if error is None:
                 self._breaker.on_success(move.permit)
-                if move.num_bytes and (found or move.op is _WRITE):
+                if move.num_bytes and moved:
                     self._see_speed(move.op, (now_s - move.started_s) / move.num_bytes)
             elif isinstance(error, _ANSWERS):
                 self._breaker.on_answer(move.permit)
             else:
                 self._breaker.on_failure(move.permit, now_s)
-            self._report(move, error, now_s, found=found)
+            self._report(move, error, now_s, moved=moved)
 
     def _see_speed(self, op: Op, s_per_byte: float) -> None:
         before = self._s_per_byte.get(op, s_per_byte)

@@ -114,3 +114,25 @@ def test_the_disk_hangs_for_good(weather: Weather, epoch: bool) -> None:
     weather.storm(20, 2)
     weather.engine.inside("storm:hang_disk", on=False)
     weather.assert_calm()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_an_idle_engine_rests_while_the_disk_hangs(weather: Weather, reset: bool) -> None:
+    """It neither steps nor computes, though writes are under way; later everything is booked."""
+    weather.storm(20, 0)
+    weather.engine.inside("storm:hang_disk", on=True)
+    weather.storm(20, 1)
+    if reset:
+        weather.engine.reset(connector=True)
+    for seed in (2, 3):
+        weather.engine.inside("storm:idle", seconds=2.5)
+        assert weather.engine.inside("storm:census")["cascade"] > 0, "nothing hangs"
+        rest = weather.engine.inside("storm:idle", seconds=2.5)
+        assert rest["steps"] <= 5  # it was 450 a second and a third of a core
+        assert rest["cpu_s"] < 0.1 * 2.5
+        weather.storm(10, seed)
+    weather.engine.inside("storm:hang_disk", on=False)
+    weather.storm(20, 4)
+    weather.assert_calm()
+    assert weather.storm(20, 5) > 0
+    weather.assert_calm()

@@ -129,6 +129,24 @@ def census(driver: Driver) -> dict[str, Any]:
     }
 
 
+def idle(driver: Driver, *, seconds: float) -> dict[str, float]:
+    """Be vLLM's busy loop without requests: step while there is work, else wait for some.
+
+    Returns:
+        `steps` made and `cpu_s`, what all threads of the process used in that time.
+    """
+    steps, cpu_s = 0, time.process_time()
+    ends = time.perf_counter() + seconds
+    while time.perf_counter() < ends:
+        if core_of(driver).scheduler.has_requests():
+            driver.llm.llm_engine.step()
+            steps += 1
+            time.sleep(0.001)
+        else:
+            time.sleep(0.05)  # vLLM sleeps until a request comes
+    return {"steps": steps, "cpu_s": time.process_time() - cpu_s}
+
+
 class _Hang:
     """A system call that does not come back until told so."""
 
