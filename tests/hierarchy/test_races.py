@@ -181,6 +181,20 @@ def test_nothing_old_is_written_into_the_epoch_of_another(worlds: list[World]) -
     check_quiet(world.hierarchy)
 
 
+def test_after_a_rest_nothing_from_before_anothers_reset_is_served(worlds: list[World]) -> None:
+    """An idle engine makes no steps, so it has not seen the reset when the next request comes."""
+    tier = MemoryTier(64 * CHUNK_BYTES, name="below")
+    world = make_world(16, [tier])
+    worlds.append(world)
+    keys = keys_of("a", 4)
+    world.engine.run(keys)
+    tier.raise_epoch()
+    world.engine.version += 1
+    assert world.engine.run(keys).num_hits == 0
+    assert world.engine.run(keys).num_hits == 4
+    check_quiet(world.hierarchy)
+
+
 def test_a_write_asked_for_before_anothers_reset_is_void(worlds: list[World]) -> None:
     """Queued, or in the tier already, when the other replica raises the epoch: it leaves nothing
     behind, however late it ends, and the level is used again at once."""

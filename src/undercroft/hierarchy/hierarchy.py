@@ -91,6 +91,8 @@ class Hierarchy:
         self._limits = limits
         self._step = 0
         self._polled_step = -1
+        self._noticed_step = -1
+        self._is_outdated = False
         self._num_loading = 0
         self._holders: dict[str, Request] = {}
         self._loaders: dict[str, Request] = {}
@@ -149,6 +151,8 @@ class Hierarchy:
         Cost: 1-2 us in a batch, at a million chunks (`bench/scheduler.py`).
         """
         if request.step != self._step:
+            if self._noticed_step != self._step:
+                self._notice_resets()
             request.begin_step(self._step)
         slot = self._shards[hash(key) >> SHARD_SHIFT].get(key, -1)
         if slot >= 0:
@@ -365,12 +369,18 @@ class Hierarchy:
             kept = request.queued and request.deadline_s is not None and now_s < request.deadline_s
             if not kept:
                 self._let_go(request)
-        is_outdated = any(level.epoch_moved() for level in self.levels)
-        if is_outdated:
+        self._notice_resets()
+        self._step += 1
+        is_outdated, self._is_outdated = self._is_outdated, False
+        return is_outdated
+
+    def _notice_resets(self) -> None:
+        """Before the first lookup of a step (an idle engine made none for long), and at its end."""
+        self._noticed_step = self._step
+        if any(level.epoch_moved() for level in self.levels):
             self._log.warning("another engine dropped the shared cache; this one forgets it too")
             self._forget_all(raise_epoch=False)
-        self._step += 1
-        return is_outdated
+            self._is_outdated = True
 
     def poll(self) -> None:
         """Book what the movers have finished. O(finished)."""
