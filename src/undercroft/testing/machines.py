@@ -229,14 +229,17 @@ class GroupEngine:
             if hits:
                 self._begin_load(entry, hits)
         if self.hierarchy.end_step(started):
-            for entry in self.running:
-                began_now = entry.request.id in started and not entry.num_hit_tokens
-                entry.outdated |= not began_now
+            self._distrust(started)
         for entry in list(self.running):
             self._compute(entry, num_tokens, fails=fails)
         leaving, self._leaving = self._leaving, []
         for entry in leaving:
             self.hierarchy.finish_request(entry.request)
+
+    def _distrust(self, started: list[str]) -> None:
+        for entry in self.running:
+            began_now = entry.request.id in started and not entry.num_hit_tokens
+            entry.outdated |= not began_now
 
     def _begin_load(self, entry: GroupRequest, hit_tokens: int) -> None:
         keys: list[ChunkKey] = []
