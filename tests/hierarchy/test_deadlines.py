@@ -87,6 +87,28 @@ def test_a_hung_read_delays_a_request_by_its_deadline(worlds: list[World]) -> No
     assert world.engine.run(keys).num_hits == 2
 
 
+def test_a_hung_read_does_not_make_the_next_request_wait_longer(worlds: list[World]) -> None:
+    """What hung says nothing of how long reads take: no deadline is made longer by it."""
+    clock, keys = ManualClock(), keys_of("a", 12)
+    tier = hung_reads(keys)
+    world = make_world(
+        32,
+        [tier],
+        clock=clock,
+        limits=Limits(promote_deadline_s=DEADLINE_S),
+        transfer_limits=TransferLimits(failures_to_open=1000, num_extra_threads=20),
+    )
+    worlds.append(world)
+    for n in range(3):
+        entry = world.engine.submit(keys[4 * n : 4 * n + 4])
+        world.engine.step()
+        tier.await_hung(2 * n + 1)
+        for _ in range(3):  # asked once more, it may wait for what else it found
+            clock.advance(DEADLINE_S + 0.01)
+            world.engine.step()
+        assert entry.num_hits == 0
+
+
 def test_failures_one_after_another_do_not_add_up(worlds: list[World]) -> None:
     """Each read fails just before its deadline, and each time the engine finds other chunks to
     wait for: all in all a request waits for its turn and for its reads, not once per failure."""

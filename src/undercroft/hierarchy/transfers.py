@@ -261,10 +261,6 @@ class Transfers:
         move.state = _ABANDONED
         self._crew.on_stuck(move)
         self._breaker.on_failure(move.permit, now_s)
-        if move.num_bytes:
-            slow = (now_s - move.started_s) / move.num_bytes
-            if slow > self._s_per_byte.get(move.op, 0.0):
-                self._see_speed(move.op, slow)
 
     # --- state --------------------------------------------------------------------------------
 
@@ -340,7 +336,11 @@ class Transfers:
         return self._attempts.num_retries
 
     def s_per_byte(self, op: Op) -> float | None:
-        """Seconds per byte that one thread needs, moving average; None: nothing seen yet."""
+        """Seconds per byte that one thread needs, moving average; None: nothing seen yet.
+
+        Of what was served. A call that hangs says nothing of speed: it would make whoever asks how
+        long to wait wait for the next one all the longer.
+        """
         return self._s_per_byte.get(op)
 
     # --- ending -------------------------------------------------------------------------------
