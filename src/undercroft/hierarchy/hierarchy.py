@@ -6,8 +6,7 @@ One thread (the engine's scheduler), and no call blocks but `reset` and `close`,
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from undercroft.hierarchy.request import Answer, Lookup, Request
 from undercroft.hierarchy.restore import Restores
 from undercroft.hierarchy.slots import SlotState
 from undercroft.hierarchy.stores import LEVEL_0, StorePlan, Stores, failed_chunk
+from undercroft.hierarchy.touches import Touches
 from undercroft.key_table import SHARD_SHIFT
 from undercroft.keys import ChunkKey
 from undercroft.log import SparingLog
@@ -33,7 +33,6 @@ __all__ = ["LEVEL_0", "Hierarchy", "Limits", "StorePlan", "failed_chunk"]
 _LOG = logging.getLogger(__name__)
 
 _READY = int(SlotState.READY)
-_MAX_TOUCHED_PER_STEP = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,6 @@ class Hierarchy:
         self._num_loading = 0
         self._holders: dict[str, Request] = {}
         self._loaders: dict[str, Request] = {}
-        self._to_touch: deque[tuple[list[ChunkKey], Container[ChunkKey]]] = deque()
         self._draining_until: list[tuple[int, list[int]]] = []
         self._num_ended_steps = 0
         self.fresh = Fresh(self.pool)
@@ -123,6 +121,7 @@ class Hierarchy:
             counters=counters,
             max_waiting=limits.max_cascade_waiting,
         )
+        self.touches = Touches(self.levels, self.restores, self.cascade)
 
     def view(self, slot: int) -> memoryview:
         """The bytes of a slot, `(slot_bytes,)` uint8, writable."""
@@ -322,23 +321,7 @@ class Hierarchy:
         chain = list(request.in_order(dict.fromkeys(request.chain)))
         request.chain.clear()
         if chain:
-            self._to_touch.append((chain, request.offered_below))
-
-    def _touch_below(self) -> None:
-        """Tell lower levels of ended requests, leaf first, a bounded number of keys a step."""
-        budget, level_with = _MAX_TOUCHED_PER_STEP, self.restores.level_with
-        while self._to_touch and budget > 0:
-            chain, once = self._to_touch[0]
-            part = chain[-budget:]
-            del chain[-budget:]
-            budget -= len(part)
-            if not chain:
-                self._to_touch.popleft()
-            for level in self.levels:
-                level.touch(part)
-            # What a lower level refused or lost while it was full or away gets another chance.
-            # A level that counts offers gets one a request.
-            self.cascade.add([k for k in part if k not in once and level_with(k) is None])
+            self.touches.add(chain, request.offered_below)
 
     def end_step(self, scheduled: Collection[str] = ()) -> bool:
         """Once per engine step, after its lookups and loads, before its stores.
@@ -363,7 +346,7 @@ class Hierarchy:
         self.fresh.settle_idle(self._step)
         self.restores.refresh()
         self.restores.admit(self._step, now_s)
-        self._touch_below()
+        self.touches.submit()
         self.cascade.submit()
         for request in list(self._holders.values()):
             kept = request.queued and request.deadline_s is not None and now_s < request.deadline_s
@@ -411,7 +394,7 @@ class Hierarchy:
         """
         return bool(
             self._draining_until
-            or self._to_touch
+            or self.touches
             or self.cascade.can_go_on
             or any(level.transfers.has_news for level in self.levels)
         )
@@ -437,7 +420,7 @@ class Hierarchy:
 
     def _forget_all(self, *, raise_epoch: bool) -> None:
         self.cascade.clear_waiting()
-        self._to_touch.clear()
+        self.touches.clear()
         for request in list(self._holders.values()):
             self._let_go(request)
         for key, slot in list(self.pool.keys()):
