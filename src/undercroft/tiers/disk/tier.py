@@ -132,6 +132,13 @@ class DiskTier:
 
     def write_from(self, key: ChunkKey, data: memoryview) -> None:
         """See `Tier.write_from`."""
+        self._store(key, data, None)
+
+    def write_in_epoch(self, key: ChunkKey, data: memoryview, epoch: int) -> bool:
+        """See `Epochal.write_in_epoch`."""
+        return self._store(key, data, epoch)
+
+    def _store(self, key: ChunkKey, data: memoryview, epoch: int | None) -> bool:
         if not 1 <= len(key) <= MAX_KEY_BYTES:
             raise ConfigError(
                 f"a key of {len(key)} bytes: 1 to {MAX_KEY_BYTES} fit the stored format",
@@ -141,12 +148,20 @@ class DiskTier:
         self._upkeep.run(writing=True)
         if not self._upkeep.sync_epoch():
             raise TierUnavailable("the epoch cannot be read; it is tried again", tier=self.name)
+        if epoch not in {None, self._holdings.epoch}:
+            return False
         if not self._holdings.claim(key):
-            return
+            return True
         try:
-            self._write(self._reserve(record_bytes(len(view)), key), key, view)
+            taken = self._reserve(record_bytes(len(view)), key)
+            if epoch not in {None, taken.epoch}:  # raised since: the record would be of the new one
+                self._holdings.abandon(taken)
+                self._leave(taken.segment, taken.slot)
+                return False
+            self._write(taken, key, view)
         finally:
             self._holdings.unclaim(key)
+        return True
 
     def delete(self, key: ChunkKey) -> None:
         """See `Tier.delete`. A chunk that another process owns is forgotten here only."""
@@ -232,8 +247,7 @@ class DiskTier:
         self._upkeep.seen_epoch = -1
         with self._keeper.shape:
             self._upkeep.ensure_attached()
-            self._upkeep.raise_epoch()
-        return self._holdings.epoch
+            return self._upkeep.raise_epoch()
 
     # More
 

@@ -203,8 +203,8 @@ class Upkeep:
                 return None
             return self._read_epoch()
 
-    def raise_epoch(self) -> None:
-        """Raise the epoch on disk, then here. Holds `shape`."""
+    def raise_epoch(self) -> int:
+        """Raise the epoch on disk, then here; the new one. Holds `shape`."""
         try:
             epoch = self.keeper.raise_epoch()
         except OSError as exc:
@@ -212,3 +212,4 @@ class Upkeep:
         self._holdings.void(epoch)
         self.seen_epoch = epoch
         self.must_raise = False
+        return epoch
