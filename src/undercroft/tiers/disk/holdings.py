@@ -65,7 +65,9 @@ class Holdings:
     def claim(self, key: bytes, record_bytes: int) -> tuple[bool, Reservation | None]:
         """Be the one who writes `key`, and `reserve`; False if it is here or being written."""
         with self.lock:
-            if key in self._writing or key in self:
+            if key in self._writing or key in self._own_keys.shard(key):
+                return False, None
+            if self.foreign and key in self._foreign_keys:
                 return False, None
             self._writing.add(key)
             return True, self._take(record_bytes)
@@ -82,7 +84,7 @@ class Holdings:
 
     def _take(self, record_bytes: int) -> Reservation | None:
         """Where there was one lately, or else the first of the oldest segment that has one."""
-        roomy = self._roomy.setdefault(record_bytes, {})
+        roomy = self._roomy.get(record_bytes)
         while roomy:
             segment = next(reversed(roomy))
             slot = -1 if segment.doomed else segment.take_slot()
@@ -92,7 +94,7 @@ class Holdings:
             del roomy[segment]
         for segment in self.own.values():
             if segment.header.record_bytes == record_bytes and segment.num_free:
-                roomy[segment] = None
+                self._roomy.setdefault(record_bytes, {})[segment] = None
                 return self._take(record_bytes)
         return None
 

@@ -270,10 +270,11 @@ class OwnSegment(OpenSegment):
         """Tell other processes of all changes so far. If that fails, they stay to be told."""
         with self._telling:
             untold = self._untold[:]
-            for place, items in ring_runs(self._next_change, untold):
-                files.pwrite(self.index_fd, items, place)
-            self._next_change += len(untold)
-            del self._untold[: len(untold)]
+            if untold:
+                for place, items in ring_runs(self._next_change, untold):
+                    files.pwrite(self.index_fd, items, place)
+                self._next_change += len(untold)
+                del self._untold[: len(untold)]
 
     def disk_begin(self, files: Files) -> None:
         """Go on with the ring of the owner before us, so that followers read everything anew.

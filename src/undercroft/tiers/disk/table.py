@@ -146,6 +146,9 @@ def ring_runs(change: int, slots: Sequence[int]) -> list[tuple[int, bytes]]:
 
     Of more changes than the ring holds, the last: followers see that they missed some.
     """
+    if len(slots) == 1:
+        masked = change & _CHANGE_MASK
+        return [(RING_AT + 8 * (masked % RING_ITEMS), _CHECK.pack(masked << 32 | slots[0]))]
     runs: list[tuple[int, bytes]] = []
     end = -1
     first = max(0, len(slots) - RING_ITEMS)
