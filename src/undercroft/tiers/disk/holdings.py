@@ -94,9 +94,16 @@ class Holdings:
             del roomy[segment]
         for segment in self.own.values():
             if segment.header.record_bytes == record_bytes and segment.num_free:
-                self._roomy.setdefault(record_bytes, {})[segment] = None
+                self._note_room(segment)
                 return self._take(record_bytes)
         return None
+
+    def _note_room(self, segment: OwnSegment) -> None:
+        size = segment.header.record_bytes
+        roomy = self._roomy.get(size)
+        if roomy is None:
+            roomy = self._roomy[size] = {}
+        roomy[segment] = None
 
     def settle(self, taken: Reservation, key: bytes, payload_bytes: int) -> bool:
         """The write of `key` has reached the disk: it is here, unless voided meanwhile.
@@ -157,7 +164,7 @@ class Holdings:
                     return False
                 self._own_keys.pop(key)
                 segment.kill(slot)
-                self._roomy.setdefault(segment.header.record_bytes, {})[segment] = None
+                self._note_room(segment)
                 self.num_deletes += 1
                 return True
             if self._foreign_keys.get(key) != place:

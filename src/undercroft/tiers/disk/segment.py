@@ -270,7 +270,7 @@ class OwnSegment(OpenSegment):
         """Tell other processes of all changes so far. If that fails, they stay to be told."""
         with self._telling:
             untold = self._untold[:]
-            if untold:
+            if untold:  # else another thread told them just now
                 for place, items in ring_runs(self._next_change, untold):
                     files.pwrite(self.index_fd, items, place)
                 self._next_change += len(untold)
