@@ -3,7 +3,7 @@
     python bench/disk.py [--path DIR] [--mib 192] [--reps 7] [--threads 4 ...] [--json FILE]
 
 Each number of `--threads` is one comparison among equals: ours, stock, raw; in the same repetition
-stock runs with the 32 threads it ships with, which `ours/shipped` compares with (ours ships with 4).
+stock runs with the 32 threads it ships with, see `ours/shipped`; ours ships with 4.
 Every repetition runs all contenders one after the other, in an order that alternates; what is
 compared are medians of ratios within a repetition, with their quartiles. GB = 1e9 payload bytes.
 `fill` stores into new segments, `steady` into slots that were used before. Stock stores a job on

@@ -67,7 +67,7 @@ class ForeignSegment(OpenSegment):
             sighting = Sighting(None, [self._disk_entries(files, 0, header.num_slots)])
             self._next = next_change(page)
         else:
-            # Not `next_change`: of items written together, the later may have been seen first.
+            # Not `next_change`: an item may show up after later ones that were written with it.
             self._next += len(slots)
             slots = sorted(set(slots))
             sighting = Sighting(slots, [self._disk_entries(files, slot, 1) for slot in slots])
