@@ -41,7 +41,7 @@ class Driver:
         }
 
     def generate(
-        self, requests: list[dict[str, Any]], until: int | None, timeout_s: float
+        self, requests: list[dict[str, Any]], timeout_s: float, until: int | None = None
     ) -> list[dict[str, Any]]:
         """Run requests to their end; `after_tokens: [index, n]` delays one behind another.
 
