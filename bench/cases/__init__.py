@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from cases.disk import Disk
 from cases.scheduler import Scheduler
 from harness import Case
 
-CASES: tuple[Case, ...] = (Scheduler(),)
+CASES: tuple[Case, ...] = (Scheduler(), Disk())
