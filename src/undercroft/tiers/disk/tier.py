@@ -88,6 +88,7 @@ class DiskTier:
                 )
         self.name = name
         self.capacity_bytes = capacity_bytes
+        self.namespace = namespace
         self._clock = clock
         files = files or Files()
         self._files = files
