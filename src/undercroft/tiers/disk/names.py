@@ -1,0 +1,25 @@
+"""What the files under a root are called."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = [
+    "EPOCH_NAME",
+    "LOCK_NAME",
+    "MANIFEST_NAME",
+    "NAMESPACE",
+    "OURS",
+    "ROOT_NAME",
+    "SEGMENT",
+    "TEMPORARY",
+]
+
+ROOT_NAME = "undercroft-v1"
+LOCK_NAME = "lock"
+MANIFEST_NAME = "manifest.json"
+EPOCH_NAME = "epoch"
+OURS = frozenset({MANIFEST_NAME, EPOCH_NAME})
+NAMESPACE = re.compile(r"[0-9a-f]{32}")
+SEGMENT = re.compile(r"seg-([0-9a-f]{16})(\.slab|\.index)")
+TEMPORARY = re.compile(r"(seg-[0-9a-f]{16}\.index|manifest\.json)\.tmp")
