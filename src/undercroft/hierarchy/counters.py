@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from undercroft.hierarchy.history import Note, note_nothing
+
 __all__ = ["Counters"]
 
 
@@ -30,3 +32,5 @@ class Counters:
     """By (level, reason)."""
     resets: int = 0
     broken_invariants: int = 0
+    note: Note = field(default=note_nothing, compare=False, repr=False)
+    """Told of single chunks, for `undercroft explain`; does nothing unless a history is kept."""

@@ -28,10 +28,10 @@ from undercroft.tiers.disk.names import (
     LOCK_NAME,
     MANIFEST_NAME,
     NAMESPACE,
-    OURS,
     ROOT_NAME,
     SEGMENT,
     TEMPORARY,
+    is_ours,
 )
 from undercroft.tiers.disk.root import hold_root
 from undercroft.tiers.disk.segment import INDEX_SUFFIX, SLAB_SUFFIX, charge
@@ -250,12 +250,12 @@ class Catalog:
                         users[match[1]] = self._users(
                             path, found, shared=False, is_settled=is_settled
                         )
-                elif name in OURS:
+                elif TEMPORARY.fullmatch(name):
+                    temporaries.append(self._piece(path, found))
+                elif is_ours(name):
                     own.append(self._piece(path, found))
                     if name == MANIFEST_NAME:
                         users[name] = self._users(path, found, shared=True, is_settled=is_settled)
-                elif TEMPORARY.fullmatch(name):
-                    temporaries.append(self._piece(path, found))
                 else:
                     foreign.append(self._tree(path))
         nobody = Users(is_held=False if is_settled else None)

@@ -6,6 +6,7 @@ import re
 
 __all__ = [
     "EPOCH_NAME",
+    "HISTORY",
     "LOCK_NAME",
     "MANIFEST_NAME",
     "NAMESPACE",
@@ -13,6 +14,7 @@ __all__ = [
     "ROOT_NAME",
     "SEGMENT",
     "TEMPORARY",
+    "is_ours",
 ]
 
 ROOT_NAME = "undercroft-v1"
@@ -22,4 +24,10 @@ EPOCH_NAME = "epoch"
 OURS = frozenset({MANIFEST_NAME, EPOCH_NAME})
 NAMESPACE = re.compile(r"[0-9a-f]{32}")
 SEGMENT = re.compile(r"seg-([0-9a-f]{16})(\.slab|\.index)")
+HISTORY = re.compile(r"history-[0-9a-f]{16}")
 TEMPORARY = re.compile(r"(seg-[0-9a-f]{16}\.index|manifest\.json)\.tmp")
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file of that name in a namespace's directory is ours, segments aside."""
+    return name in OURS or bool(HISTORY.fullmatch(name) or TEMPORARY.fullmatch(name))

@@ -15,7 +15,7 @@ from undercroft.errors import CorruptChunk, FormatTooNew
 from undercroft.tiers.disk.buffers import PAGE_BYTES
 from undercroft.tiers.disk.catalog import Catalog
 from undercroft.tiers.disk.epoch import EpochFile
-from undercroft.tiers.disk.names import EPOCH_NAME, MANIFEST_NAME, OURS
+from undercroft.tiers.disk.names import EPOCH_NAME, MANIFEST_NAME, is_ours
 from undercroft.tiers.disk.root import remove_segment
 from undercroft.tiers.disk.segment import OwnSegment
 from undercroft.tiers.disk.stored import (
@@ -89,9 +89,8 @@ class Removal:
         with self._catalog.lock_of(f"{directory}/{MANIFEST_NAME}") as fd:
             if fd is None and self._exists(f"{directory}/{MANIFEST_NAME}"):
                 return used_by(namespace.users)
-            known = {*OURS, *(piece.path.rpartition("/")[2] for piece in namespace.temporaries)}
             names = self._files.list(directory)
-            others = [name for name in names if name not in known]
+            others = [name for name in names if not is_ours(name)]
             if others:
                 return f"{len(others)} files that are not ours, or are new, lie in {directory}"
             for name in names:

@@ -16,7 +16,7 @@ from undercroft.keys import Namespace, first_difference
 from undercroft.log import SparingLog
 from undercroft.tiers.disk.buffers import PAGE_BYTES, AlignedPool
 from undercroft.tiers.disk.files import Files
-from undercroft.tiers.disk.names import NAMESPACE, OURS, ROOT_NAME, SEGMENT, TEMPORARY
+from undercroft.tiers.disk.names import NAMESPACE, ROOT_NAME, SEGMENT, TEMPORARY, is_ours
 from undercroft.tiers.disk.segment import INDEX_SUFFIX, SLAB_SUFFIX, charge
 from undercroft.tiers.disk.usage import NamespaceUsage, SegmentUsage, Usage
 
@@ -256,7 +256,7 @@ class Root:
                     found.setdefault(match[1], {})[match[2]] = status
                     continue
                 usage.fixed_bytes += charge(status)
-                if name not in OURS and not TEMPORARY.fullmatch(name):
+                if not is_ours(name):
                     usage.foreign_names.append(f"{directory}/{name}")
         out = NamespaceUsage(directory, charge(self._files.stat(directory)))
         for segment_id, parts in found.items():
@@ -294,7 +294,7 @@ class Root:
                 self._sweep_empty(directory, names)
 
     def _sweep_empty(self, directory: str, names: set[str]) -> None:
-        if any(name not in OURS for name in names):
+        if not all(map(is_ours, names)):
             return
         if not names:
             self._files.remove_directory(directory)
