@@ -143,6 +143,9 @@ def _need_vllm() -> None:
             "the keys of a prompt are computed by vLLM, which is not installed here: "
             "pip install 'undercroft[vllm]', or ask about a --key"
         )
+    # It logs as it is imported, to where our answer goes.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 # --- which namespace ------------------------------------------------------------------------------
