@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 
-from undercroft.cli.inspect import find_chunks
 from undercroft.cli.store import (
     add_path,
     catalog_of,
+    find_chunks,
     find_namespace,
     has_prefix,
     short_id,

@@ -9,21 +9,19 @@ from contextlib import suppress
 from undercroft.cli.store import (
     add_path,
     catalog_of,
-    find_namespace,
-    has_prefix,
+    find_chunks,
     size_text,
     when_text,
 )
 from undercroft.cli.view import View
-from undercroft.errors import ConfigError, CorruptChunk, FormatTooNew
+from undercroft.errors import CorruptChunk, FormatTooNew
 from undercroft.tiers import frame
 from undercroft.tiers.disk.catalog import Catalog
 from undercroft.tiers.disk.fsck import Fsck
-from undercroft.tiers.disk.stored import Store, StoredChunk, StoredNamespace
+from undercroft.tiers.disk.stored import StoredChunk, StoredNamespace
 
 __all__ = ["add_parser", "run"]
 
-_MAX_NAMED = 8
 _GROUP_BYTES = 4
 
 
@@ -57,31 +55,6 @@ def run(args: argparse.Namespace) -> int:
         view.line()
     view.end({"key": documents[0]["key"], "places": documents})
     return int(any(wrong for *_, wrong in found))
-
-
-def find_chunks(
-    catalog: Catalog, store: Store, prefix: str, namespace: str | None = None
-) -> list[tuple[StoredNamespace, StoredChunk]]:
-    """All places of the one chunk whose key begins with `prefix`.
-
-    Raises:
-        ConfigError: `prefix` is not hex, or several keys begin with it.
-    """
-    if not has_prefix(prefix):
-        raise ConfigError(f"{prefix!r} is not the beginning of a key: hex digits, as `ls` has them")
-    prefix = prefix.lower()
-    spaces = [find_namespace(store, namespace)] if namespace else store.namespaces
-    found = [
-        (space, chunk)
-        for space in spaces
-        for chunk in catalog.chunks(space)
-        if chunk.key.hex().startswith(prefix)
-    ]
-    keys = sorted({chunk.key.hex() for _, chunk in found})
-    if len(keys) > 1:
-        some = ", ".join(keys[:_MAX_NAMED]) + (", ..." if len(keys) > _MAX_NAMED else "")
-        raise ConfigError(f"{len(keys)} keys begin with {prefix}: {some}; write more digits")
-    return found
 
 
 def _document(

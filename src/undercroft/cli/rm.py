@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from undercroft.cli.inspect import find_chunks
 from undercroft.cli.store import (
     add_path,
     catalog_of,
+    find_chunks,
     find_namespace,
     has_prefix,
     parse_age,

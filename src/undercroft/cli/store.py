@@ -12,7 +12,7 @@ from undercroft.clock import SystemClock
 from undercroft.errors import ConfigError
 from undercroft.settings import format_bytes, load, parse_size
 from undercroft.tiers.disk.catalog import Catalog
-from undercroft.tiers.disk.stored import Store, StoredNamespace
+from undercroft.tiers.disk.stored import Store, StoredChunk, StoredNamespace
 
 __all__ = [
     "add_capacity",
@@ -20,6 +20,7 @@ __all__ = [
     "age_text",
     "capacity_of",
     "catalog_of",
+    "find_chunks",
     "find_namespace",
     "has_prefix",
     "parse_age",
@@ -32,6 +33,7 @@ __all__ = [
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _AGE = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
 _SHORT = 12
+_MAX_NAMED = 8
 _HEX = re.compile(r"[0-9a-f]+")
 
 
@@ -97,6 +99,31 @@ def find_namespace(store: Store, prefix: str) -> StoredNamespace:
         raise ConfigError(f"{len(found)} namespaces begin with {prefix}: {ids}; write more digits")
     known = ", ".join(short_id(n.namespace_id) for n in store.namespaces) or "none"
     raise ConfigError(f"no namespace begins with {prefix}; there are: {known}")
+
+
+def find_chunks(
+    catalog: Catalog, store: Store, prefix: str, namespace: str | None = None
+) -> list[tuple[StoredNamespace, StoredChunk]]:
+    """All places of the one chunk whose key begins with `prefix`.
+
+    Raises:
+        ConfigError: `prefix` is not hex, or several keys begin with it.
+    """
+    if not has_prefix(prefix):
+        raise ConfigError(f"{prefix!r} is not the beginning of a key: hex digits, as `ls` has them")
+    prefix = prefix.lower()
+    spaces = [find_namespace(store, namespace)] if namespace else store.namespaces
+    found = [
+        (space, chunk)
+        for space in spaces
+        for chunk in catalog.chunks(space)
+        if chunk.key.hex().startswith(prefix)
+    ]
+    keys = sorted({chunk.key.hex() for _, chunk in found})
+    if len(keys) > 1:
+        some = ", ".join(keys[:_MAX_NAMED]) + (", ..." if len(keys) > _MAX_NAMED else "")
+        raise ConfigError(f"{len(keys)} keys begin with {prefix}: {some}; write more digits")
+    return found
 
 
 def short_id(text: str) -> str:

@@ -176,3 +176,29 @@ def test_every_reason_that_is_counted_has_a_code() -> None:
     text = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text()
     table = text.partition("## Reasons")[2].partition("## Is it")[0]
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) - {"absent"} <= set(REASONS)
+
+
+def test_codes_and_layout_are_as_documented(tmp_path: Path) -> None:
+    """docs/reference/format.md names every code, and where each field of an entry lies."""
+    import re
+    import struct
+
+    import xxhash
+
+    text = (Path(__file__).parents[3] / "docs" / "reference" / "format.md").read_text()
+    for field, words in (("event", EVENTS[1:]), ("reason", REASONS)):
+        line = next(line for line in text.splitlines() if f"| 1 | {field}: " in line)
+        codes = {word: int(n) for n, word in re.findall(r"(\d+) (\w+)(?:,| \|)", line)}
+        first = 1 if field == "event" else 0
+        assert codes == {word: n for n, word in enumerate(words, first)}
+    fill(tmp_path, range(1))
+    file = history(tmp_path)
+    assert file.open()
+    file.add([Incident(77, "dropped", "vanished", "disk", key_part(key(5)))])
+    file.close()
+    (path,) = tmp_path.glob("undercroft-v1/*/history-*")
+    entry = path.read_bytes()[4096 + 32 : 4096 + 64]
+    assert entry[:16] == key(5)[:12] + key(5)[-4:]
+    assert struct.unpack("<II", entry[16:24]) == (77, 1)
+    assert entry[24:28] == bytes([3, 11, 1, 0])
+    assert entry[28:] == struct.pack("<Q", xxhash.xxh3_64_intdigest(entry[:28]))[:4]
