@@ -1,16 +1,21 @@
 """What happens to chunks is written down by another thread, and a failing disk changes nothing."""
 
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests.hierarchy.worlds import CHUNK_BYTES, make_world
 
 from undercroft.clock import SystemClock
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.history import History
 from undercroft.keys import Namespace
+from undercroft.testing.faults import Effect, FaultyTier, Injector, both, on_verb, randomly
+from undercroft.testing.mini_engine import chunk_key
 from undercroft.tiers.disk import DiskTier
 from undercroft.tiers.disk.history import HistoryFile, Incident, key_part, read_history
+from undercroft.tiers.memory import MemoryTier
 
 NAMESPACE = Namespace({"model": "m"})
 
@@ -83,3 +88,40 @@ def test_without_a_history_notes_go_nowhere(call: str) -> None:
     """Counters of a hierarchy without one take every note."""
     Counters().note("disk", "evicted", "capacity", b"k")
     assert Counters() == Counters()
+
+
+def test_every_counted_loss_is_noted_with_its_key() -> None:
+    """Whatever is evicted from a lower level, declined or dropped, or late, is noted once, by key.
+
+    And nothing else is: notes and counters agree for each level and reason.
+    """
+    tier = FaultyTier(
+        MemoryTier(capacity_bytes=20 * CHUNK_BYTES, name="below"),
+        Injector(Effect.ERROR, both(on_verb("read_into", "write_from"), randomly(0.1, seed=3))),
+    )
+    world = make_world(24, [tier])
+    notes: list[tuple[str, str, str, bytes]] = []
+    world.counters.note = lambda *note: notes.append((*note, b"")[:4])  # type: ignore[assignment]
+    for name in "abcabacc":
+        world.engine.run([chunk_key(f"{name}{number}") for number in range(12)])
+    world.hierarchy.reset()
+    world.close()
+    told = Counter((event, level, why) for level, event, why, key in notes if key)
+    counters = world.counters
+    expected = Counter({("evicted", "below", "capacity"): counters.evicted_chunks["below"]})
+    for event, counted in (
+        ("declined", counters.declined_chunks),
+        ("dropped", counters.dropped_chunks),
+    ):
+        expected.update({(event, *place): number for place, number in counted.items()})
+    expected.update(
+        {
+            ("missed", "host", why): number
+            for why, number in counters.lookup_misses.items()
+            if why != "absent"
+        }
+    )
+    assert told == +expected
+    assert told["evicted", "below", "capacity"] > 5
+    assert sum(number for (event, *_), number in told.items() if event == "dropped") >= 1
+    assert ("below", "reset", "other", b"") in notes
