@@ -42,8 +42,8 @@ format: $(STAMPS)/dev ## write what `make check` asks for, where a tool can
 	@$(PY) -m ruff format .
 
 .PHONY: bench
-bench: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## the benchmarks, one after another, on a quiet machine
-	@bash scripts/bench.sh $(PY) $(ARGS)
+bench: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## ours and its peers side by side, on a quiet machine; ARGS="disk" picks
+	@$(PY) bench/run.py $(ARGS)
 
 .PHONY: setup
 setup: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/demo $(STAMPS)/package ## only the set-up, all of it

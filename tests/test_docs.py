@@ -220,7 +220,7 @@ def test_shell_checks_bite() -> None:
     for wrong in (
         lambda: check_make(["demoo"]),
         lambda: check_vllm(["serve", "M", "--no-such-flag"]),
-        lambda: check_python(["bench/scheduler.py", "--no-such-flag"]),
+        lambda: check_python(["bench/run.py", "--no-such-flag"]),
         lambda: check_pytest(["tests/no_such.py"]),
     ):
         with pytest.raises((AssertionError, OSError)):

@@ -32,7 +32,10 @@ __all__ = ["LEVEL_0", "Hierarchy", "Limits", "StorePlan", "failed_chunk"]
 
 _LOG = logging.getLogger(__name__)
 
+# A global's name costs half of an enum member's on the path taken per key.
 _READY = int(SlotState.READY)
+_HIT = Lookup.HIT
+_IS_HIT = Answer.HIT
 _MAX_TOUCHED_PER_STEP = 1024
 
 
@@ -94,6 +97,7 @@ class Hierarchy:
         self._step = 0
         self._polled_step = -1
         self._num_loading = 0
+        self._hitters: dict[str, Request] = {}
         self._holders: dict[str, Request] = {}
         self._loaders: dict[str, Request] = {}
         self._to_touch: deque[tuple[list[ChunkKey], Container[ChunkKey]]] = deque()
@@ -148,19 +152,21 @@ class Hierarchy:
             request: Who asks.
             walk_id: The group the key belongs to; see `request.Walk`.
 
-        Cost: 1-2 us in a batch, at a million chunks (`bench/scheduler.py`).
+        Cost: 1-2 us in a batch, at a million chunks (`bench/run.py scheduler`).
         """
         if request.step != self._step:
             request.begin_step(self._step)
         slot = self._shards[hash(key) >> SHARD_SHIFT].get(key, -1)
         if slot >= 0:
             if self._states[slot] >= _READY:
-                if slot not in request.holds:
-                    self._hold(request, slot, key)
+                hits = request.hits
+                if not hits:
+                    self._hitters[request.id] = request
+                hits[slot] = key
                 self.counters.lookup_hits += 1
                 if self.levels:
-                    request.walk(walk_id).note(key, Answer.HIT)
-                return Lookup.HIT
+                    request.walk(walk_id).note(key, _IS_HIT)
+                return _HIT
             if self._polled_step != self._step:
                 # What was read between two steps answers in the very next lookup.
                 self._polled_step = self._step
@@ -215,12 +221,28 @@ class Hierarchy:
             self._holders[request.id] = request
         request.holds[slot] = key
 
+    def _hold_hits(self) -> None:
+        """Pin what this step's lookups found, before anything can be evicted."""
+        hitters, self._hitters = self._hitters, {}
+        for request in hitters.values():
+            for slot, key in request.hits.items():
+                if slot not in request.holds:
+                    self._hold(request, slot, key)
+            request.hits.clear()
+
+    def _forget_hits(self, request: Request) -> None:
+        request.hits.clear()
+        self._hitters.pop(request.id, None)
+
     def _unhold(self, request: Request, slots: Sequence[int]) -> None:
         for slot in slots:
             if request.holds.pop(slot, None) is not None:
                 self.pool.unpin(slot)
 
     def _let_go(self, request: Request) -> None:
+        self._forget_hits(request)
+        if not request.holds:
+            return
         holds, request.holds = request.holds, {}
         self._holders.pop(request.id, None)
         for slot in holds:
@@ -234,15 +256,12 @@ class Hierarchy:
         Raises:
             Bug: A key is not readable. Loading anything else in its place would be wrong bytes.
         """
-        slots: list[int] = []
-        for key in keys:
-            slot = self.pool.find(key)
-            if slot < 0 or self.pool.slots.states[slot] < SlotState.READY:
-                for pinned in slots:
-                    self.pool.unpin(pinned)
+        shards, states = self._shards, self._states
+        slots = [shards[hash(key) >> SHARD_SHIFT].get(key, -1) for key in keys]
+        for key, slot in zip(keys, slots, strict=True):
+            if slot < 0 or states[slot] < _READY:
                 raise Bug(f"request {request.id}: asked to load {key.hex()}, which was not a hit")
-            self.pool.slots.pin(slot)
-            slots.append(slot)
+        self.pool.slots.pin_all(slots)
         request.loading.update(zip(keys, slots, strict=True))
         request.loaded = dict.fromkeys(request.in_order(keys))
         if self.levels:
@@ -283,6 +302,7 @@ class Hierarchy:
         `keys` are offered in the engine's order; room is given in prefix order over all groups, so
         that what is accepted can be used. What is left out counts as done for this request.
         """
+        self._hold_hits()
         if self.levels:
             request.chain.extend(keys)
         return self.stores.prepare(keys, request)
@@ -348,13 +368,18 @@ class Hierarchy:
         self.poll()
         now_s = self._clock.now_s()
         for request_id in scheduled:
-            holder = self._holders.get(request_id)
+            holder = self._holders.get(request_id) or self._hitters.get(request_id)
             if holder is not None:
                 self._let_go(holder)
             waiting = self.restores.find(request_id)
             if waiting is not None:
                 self.restores.leave(waiting)
                 waiting.deadline_s = None
+        if self.restores.num_waiting:
+            self._hold_hits()
+        else:
+            for hitter in list(self._hitters.values()):
+                self._forget_hits(hitter)
         self.fresh.settle_idle(self._step)
         self.fresh.advance_step()
         self.restores.refresh()
@@ -423,7 +448,7 @@ class Hierarchy:
     def _forget_all(self, *, raise_epoch: bool) -> None:
         self.cascade.clear_waiting()
         self._to_touch.clear()
-        for request in list(self._holders.values()):
+        for request in [*self._holders.values(), *self._hitters.values()]:
             self._let_go(request)
         for key, slot in list(self.pool.keys()):
             if self.pool.slots.states[slot] >= SlotState.READY:
