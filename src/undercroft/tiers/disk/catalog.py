@@ -146,18 +146,18 @@ class Catalog:
 
     def _read_pids(self) -> dict[tuple[int, int, int], tuple[int, ...]]:
         """Process ids by device and inode of what they have locked."""
-        try:
-            fd = self.files.open(_LOCKS, os.O_RDONLY)
-        except OSError:
-            return {}
         text, at = b"", 0
         try:
-            while data := self.files.pread(fd, 1 << 20, at):
-                text, at = text + data, at + len(data)
-        finally:
-            self.files.close(fd)
+            fd = self.files.open(_LOCKS, os.O_RDONLY)
+            try:
+                while data := self.files.pread(fd, 1 << 20, at):
+                    text, at = text + data, at + len(data)
+            finally:
+                self.files.close(fd)
+        except OSError:
+            return {}
         found: dict[tuple[int, int, int], tuple[int, ...]] = {}
-        for pid, major, minor, inode in _LOCK_LINE.findall(text.decode()):
+        for pid, major, minor, inode in _LOCK_LINE.findall(text.decode(errors="replace")):
             place = (int(major, 16), int(minor, 16), int(inode))
             if int(pid) > 0:
                 found[place] = (*found.get(place, ()), int(pid))
@@ -177,6 +177,8 @@ class Catalog:
                 names = self._names(is_settled=True)
         except TierUnavailable:
             names = self._listed()
+        except OSError as exc:
+            raise translate(exc, "read the store", tier="disk") from exc
         filled = (self._fill(namespace) for namespace in names.namespaces)
         return replace(names, namespaces=tuple(one for one in filled if one))
 
@@ -336,6 +338,19 @@ class Catalog:
             return self.files.pread(fd, size, offset)
         finally:
             self.files.close(fd)
+
+    def again(self, segment: StoredSegment) -> StoredSegment:
+        """The same segment with its header read once more."""
+        pieces: dict[str, Piece | None] = {}
+        for name, path in (("slab", segment.slab_path), ("index", segment.index_path)):
+            try:
+                pieces[name] = self._piece(path)
+            except FileNotFoundError:
+                pieces[name] = None
+        return self._segment(
+            replace(segment, slab=pieces["slab"], index=pieces["index"], header=None, problem=""),
+            None,
+        )
 
     def _segment(self, listed: StoredSegment, namespace: bytes | None) -> StoredSegment:
         if listed.index is None or listed.slab is None:

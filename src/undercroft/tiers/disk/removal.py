@@ -28,6 +28,7 @@ from undercroft.tiers.disk.stored import (
 from undercroft.tiers.disk.table import (
     ENTRY_BYTES,
     FREE_ENTRY,
+    Entries,
     IndexHeader,
     index_bytes,
     parse_entries,
@@ -58,13 +59,21 @@ class Removal:
 
     # --- whole files --------------------------------------------------------------------------
 
-    def remove_segment(self, segment: StoredSegment) -> str:
-        """Remove both files; their space is free at once."""
+    def remove_segment(self, segment: StoredSegment, *, if_bad: bool = False) -> str:
+        """Remove both files; their space is free at once.
+
+        Args:
+            segment: Which.
+            if_bad: Only if it is still found to serve nothing: one read that went wrong must not
+                cost a good segment.
+        """
         with self._catalog.locked():
             if segment.index is not None:
                 with self._catalog.lock_of(segment.index_path) as fd:
                     if fd is None and self._exists(segment.index_path):
                         return used_by(segment.users)
+                    if if_bad and self._catalog.again(segment).header is not None:
+                        return "it is good by now"
                     remove_segment(self._files, segment.directory, segment.segment_id)
             elif self._exists(segment.index_path):
                 return "it has become whole meanwhile"
@@ -128,9 +137,7 @@ class Removal:
                 return "its index has changed meanwhile"
             slots = []
             for chunk in chunks:
-                at = PAGE_BYTES + chunk.slot * ENTRY_BYTES
-                entry = self._files.pread(fd, ENTRY_BYTES, at)
-                now = parse_entries(entry, header.namespace, chunk.slot)
+                now = self._entry(fd, header, chunk.slot)
                 if now.keys == [chunk.key] and now.sequences.tolist() == [chunk.sequence]:
                     slots.append(chunk.slot)
             self._free(fd, header, segment, slots)
@@ -149,8 +156,14 @@ class Removal:
             return "its index has changed meanwhile"
         table = self._files.pread(fd, header.num_slots * ENTRY_BYTES, PAGE_BYTES)
         damaged = parse_entries(table, header.namespace).damaged_slots.tolist()
-        self._free(fd, header, segment, damaged)
+        # Read once more: one read that went wrong must not cost a good chunk.
+        still = [slot for slot in damaged if self._entry(fd, header, slot).damaged_slots.size]
+        self._free(fd, header, segment, still)
         return ""
+
+    def _entry(self, fd: int, header: IndexHeader, slot: int) -> Entries:
+        entry = self._files.pread(fd, ENTRY_BYTES, PAGE_BYTES + slot * ENTRY_BYTES)
+        return parse_entries(entry, header.namespace, slot)
 
     def _header(self, fd: int, segment: StoredSegment) -> IndexHeader | None:
         if segment.header is None:
@@ -211,6 +224,8 @@ class Removal:
 
     def mend_epoch(self, namespace: StoredNamespace) -> str:
         """Make the epoch later than any that a chunk carries, as the next engine would."""
+        if self._files.stat(self._catalog.path).st_uid != self._files.user_id():
+            return "it would belong to another user than the store: run this as the store's"
         latest = max((chunk.epoch for chunk in self._catalog.chunks(namespace)), default=0)
         directory = namespace.directory.path
         with (

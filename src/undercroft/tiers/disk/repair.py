@@ -74,7 +74,7 @@ def _remedy(finding: Finding, done: str, act: Callable[[], str]) -> Remedy:
 def _one(finding: Finding, removal: Removal, room_bytes: int | None) -> Remedy:
     segment, namespace = finding.segment, finding.namespace
     if finding.kind is Kind.SEGMENT and segment:
-        return _remedy(finding, "removed", lambda: removal.remove_segment(segment))
+        return _remedy(finding, "removed", lambda: removal.remove_segment(segment, if_bad=True))
     if finding.kind is Kind.SIZE and segment:
         return _remedy(finding, "mended", lambda: removal.mend_sizes(segment, room_bytes))
     if finding.kind is Kind.EPOCH and namespace:

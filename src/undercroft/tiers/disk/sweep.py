@@ -78,7 +78,7 @@ def _of_namespace(
     whole: tuple[Reason, str] | None = None
     if namespace.is_in_use or any(_is_newer(segment) for segment in namespace.segments):
         whole = None
-    elif isinstance(written, int) and written < MANIFEST_FORMAT:
+    elif isinstance(written, int) and written < MANIFEST_FORMAT and not namespace.problem:
         whole = (Reason.OLD_FORMAT, f"manifest format {written}, engines ask for {MANIFEST_FORMAT}")
     elif not namespace.segments:
         whole = (Reason.EMPTY, "")
@@ -131,5 +131,5 @@ def remove(waste: Waste, removal: Removal) -> str:
     if isinstance(waste.what, StoredNamespace):
         return removal.remove_namespace(waste.what)
     if isinstance(waste.what, StoredSegment):
-        return removal.remove_segment(waste.what)
+        return removal.remove_segment(waste.what, if_bad=waste.what.header is None)
     return removal.remove_debris(waste.what)
