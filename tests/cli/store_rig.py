@@ -38,8 +38,6 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> Ran:
     subparsers = parser.add_subparsers(dest="command")
     for command in COMMANDS.values():
         command.add_parser(subparsers)
-    for sub in subparsers.choices.values():
-        sub.add_argument("--json", action="store_true")
     args = parser.parse_args([str(word) for word in words])
     capsys.readouterr()
     try:

@@ -6,16 +6,18 @@ import argparse
 from collections import Counter
 from collections.abc import Mapping
 
+from undercroft.cli.output import Subparsers, add_command, output_for
 from undercroft.cli.store import (
     add_capacity,
     add_path,
     capacity_of,
     catalog_of,
+    columns,
+    say,
     short_id,
     size_text,
     when_text,
 )
-from undercroft.cli.view import View
 from undercroft.clock import SystemClock
 from undercroft.tiers.disk.stored import Store
 
@@ -31,11 +33,12 @@ _AGES = (
 )
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "du",
-        help="show what a store on disk takes, per namespace, model and age",
+        "show what a store on disk takes, per namespace, model and age",
         description="Shows what a disk tier takes. The total is what `du` says of the directory, "
         "and what counts against the capacity. Safe beside running engines.",
     )
@@ -45,14 +48,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Do it."""
-    store, view = catalog_of(args).look(), View(args)
+    store, output = catalog_of(args).look(), output_for(args)
     capacity = capacity_of(args)
     by_model, by_age = _by_model(store), _by_age(store, SystemClock().unix_s())
     shared = sum(piece.charged_bytes for piece in store.own)
     foreign = sum(piece.charged_bytes for piece in store.foreign)
     total = store.charged_bytes
-    view.table(
-        ("NAMESPACE", "MODEL", "DTYPE", "BYTES", "SHARE", "LAST STORED"),
+    output.table(
+        columns("NAMESPACE", "MODEL", "DTYPE", "BYTES", "SHARE", "LAST STORED"),
         [
             (
                 short_id(namespace.namespace_id),
@@ -66,16 +69,18 @@ def run(args: argparse.Namespace) -> int:
         ],
     )
     if len(by_model) > 1 or len(store.namespaces) > 1:
-        view.line()
-        view.table(("MODEL", "BYTES"), [(m or "?", size_text(n)) for m, n in by_model.items()])
-    view.line()
-    view.table(("STORED", "BYTES OF SEGMENTS"), [(a, size_text(n)) for a, n in by_age.items() if n])
-    view.line()
+        say(output)
+        output.table(
+            columns("MODEL", "BYTES"), [(m or "?", size_text(n)) for m, n in by_model.items()]
+        )
+    say(output)
+    output.table(columns("STORED", "BYTES"), [(a, size_text(n)) for a, n in by_age.items() if n])
+    say(output)
     if foreign:
-        view.line(f"not ours: {size_text(foreign)}")
+        say(output, f"not ours: {size_text(foreign)}")
     allowed = f" of {size_text(capacity)} ({100 * total / capacity:.0f} %)" if capacity else ""
-    view.line(f"total: {size_text(total)}{allowed}, {total} bytes")
-    view.end(
+    say(output, f"total: {size_text(total)}{allowed}, {total} bytes")
+    output.data(
         {
             "path": store.path,
             "bytes": total,

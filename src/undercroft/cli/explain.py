@@ -12,17 +12,18 @@ from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 
+from undercroft.cli.output import Output, Subparsers, add_command, output_for
 from undercroft.cli.store import (
     add_path,
     catalog_of,
     find_chunks,
     find_namespace,
     has_prefix,
+    say,
     short_id,
     when_text,
     words,
 )
-from undercroft.cli.view import View
 from undercroft.errors import ConfigError, KvError, TierUnavailable
 from undercroft.keys import ChunkKey, Namespace, first_difference
 from undercroft.tiers.disk.fate import Fate, FateKind, Fates
@@ -63,11 +64,12 @@ class _Asked:
     adapter: tuple[str, str] | None
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "explain",
-        help="say why a prompt, or a chunk, was not found on disk",
+        "say why a prompt, or a chunk, was not found on disk",
         description="Says which chunks of a prompt a store has, and of the others what became of "
         "them: evicted, refused, dropped, void, stored under another namespace and in which "
         "field that differs, or never seen. Prompts need vLLM to be installed.",
@@ -88,14 +90,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Do it."""
     asked = None if args.key else _asked(args)
-    catalog, view = catalog_of(args), View(args)
+    catalog, output = catalog_of(args), output_for(args)
     store = catalog.look()
     fates = Fates(catalog, store)
     if asked is None:
         matches = find_chunks(catalog, store, args.key, args.namespace)
         key = matches[0][1].key if matches else _whole_key(args.key)
-        return _explain_key(view, store, fates, key, args)
-    return _explain_prompt(view, store, fates, asked, args)
+        return _explain_key(output, store, fates, key, args)
+    return _explain_prompt(output, store, fates, asked, args)
 
 
 def _whole_key(text: str) -> bytes:
@@ -157,21 +159,22 @@ def _is_of(namespace: StoredNamespace, model: str | None) -> bool:
     return Path(namespace.model_name).name == Path(model).name
 
 
-def _choose(view: View, store: Store, args: argparse.Namespace) -> StoredNamespace | None:
+def _choose(output: Output, store: Store, args: argparse.Namespace) -> StoredNamespace | None:
     """The namespace the engine in question uses: as named, else in use, else the latest used."""
     if args.namespace:
         return find_namespace(store, args.namespace)
     found = [n for n in store.namespaces if _is_of(n, args.model)]
     if not found:
         models = words(sorted({n.model_name or "?" for n in store.namespaces}), "none")
-        view.line(f"no namespace of {args.model or 'any model'} is stored; there are: {models}")
+        say(output, f"no namespace of {args.model or 'any model'} is stored; there are: {models}")
         return None
     chosen = max(found, key=lambda n: (n.is_in_use, n.modified_s))
     if len(found) > 1:
         why = "in use" if chosen.is_in_use else "last stored to"
-        view.line(
+        say(
+            output,
             f"{len(found)} namespaces could be meant; taken is the one {why}. The engine logs its "
-            "own at start as `key space`: name it with --namespace"
+            "own at start as `key space`: name it with --namespace",
         )
     return chosen
 
@@ -187,23 +190,24 @@ def _differs(here: StoredNamespace, there: StoredNamespace) -> str:
 
 
 def _explain_key(
-    view: View, store: Store, fates: Fates, key: bytes, args: argparse.Namespace
+    output: Output, store: Store, fates: Fates, key: bytes, args: argparse.Namespace
 ) -> int:
-    chosen = _choose(view, store, args)
+    chosen = _choose(output, store, args)
     if chosen is None:
-        view.end({"key": key.hex(), "namespace": None})
+        output.data({"key": key.hex(), "namespace": None})
         return 1
     fate = fates.of(chosen, key)
-    _head(view, chosen)
-    view.line(f"chunk {key.hex()}: {_text(fate, fates, chosen)}")
+    _head(output, chosen)
+    say(output, f"chunk {key.hex()}: {_text(fate, fates, chosen)}")
     others = [n for n in store.namespaces if n is not chosen and fates.has(n, key)]
     for other in others:
-        view.line(
+        say(
+            output,
             f"it is stored in namespace {short_id(other.namespace_id)}, which differs in "
-            f"{_differs(chosen, other)}"
+            f"{_differs(chosen, other)}",
         )
-    _general(view, fates, chosen)
-    view.end(
+    _general(output, fates, chosen)
+    output.data(
         {
             "key": key.hex(),
             "namespace": chosen.namespace_id,
@@ -221,22 +225,22 @@ def _explain_key(
 
 
 def _explain_prompt(
-    view: View, store: Store, fates: Fates, asked: _Asked, args: argparse.Namespace
+    output: Output, store: Store, fates: Fates, asked: _Asked, args: argparse.Namespace
 ) -> int:
-    chosen = _choose(view, store, args)
+    chosen = _choose(output, store, args)
     if chosen is None:
-        view.end({"tokens": len(asked.tokens), "namespace": None})
+        output.data({"tokens": len(asked.tokens), "namespace": None})
         return 1
     keys = _keys(asked, chosen)
-    _head(view, chosen)
-    view.line(f"the prompt has {len(asked.tokens)} tokens")
+    _head(output, chosen)
+    say(output, f"the prompt has {len(asked.tokens)} tokens")
     groups = [
-        _explain_group(view, fates, chosen, group, found) for group, found in sorted(keys.items())
+        _explain_group(output, fates, chosen, group, found) for group, found in sorted(keys.items())
     ]
     is_whole = all(group["missed_chunks"] == 0 for group in groups)
-    elsewhere = [] if is_whole else _elsewhere(view, store, fates, asked, chosen)
-    _general(view, fates, chosen)
-    view.end(
+    elsewhere = [] if is_whole else _elsewhere(output, store, fates, asked, chosen)
+    _general(output, fates, chosen)
+    output.data(
         {
             "tokens": len(asked.tokens),
             "namespace": chosen.namespace_id,
@@ -267,7 +271,7 @@ def _tokens_per_chunk(namespace: StoredNamespace, group_id: int) -> int:
 
 
 def _explain_group(
-    view: View,
+    output: Output,
     fates: Fates,
     namespace: StoredNamespace,
     group_id: int,
@@ -275,18 +279,19 @@ def _explain_group(
 ) -> dict[str, object]:
     step = _tokens_per_chunk(namespace, group_id)
     found = [(index, fates.of(namespace, key)) for index, key in enumerate(keys)]
-    view.line(f"group {group_id}: {len(keys)} chunks of {step} tokens")
+    say(output, f"group {group_id}: {len(keys)} chunks of {step} tokens")
     for text, run_of in groupby(found, key=lambda one: _text(one[1], fates, namespace)):
         indexes = [index for index, _ in run_of]
         first, last = indexes[0], indexes[-1]
         name = f"chunk {first}" if first == last else f"chunks {first} to {last}"
-        view.line(f"  {name} (tokens {first * step} to {(last + 1) * step - 1}): {text}")
+        say(output, f"  {name} (tokens {first * step} to {(last + 1) * step - 1}): {text}")
     missed = [(index, fate) for index, fate in found if fate.kind is not FateKind.STORED]
     prefix = missed[0][0] if missed else len(keys)
     if missed:
-        view.line(
+        say(
+            output,
             f"  a prefix of {prefix * step} tokens is there; the first miss is chunk {prefix}, "
-            f"{missed[0][1].key.hex()}"
+            f"{missed[0][1].key.hex()}",
         )
     return {
         "group": group_id,
@@ -298,7 +303,7 @@ def _explain_group(
 
 
 def _elsewhere(
-    view: View, store: Store, fates: Fates, asked: _Asked, chosen: StoredNamespace
+    output: Output, store: Store, fates: Fates, asked: _Asked, chosen: StoredNamespace
 ) -> list[dict[str, object]]:
     """Other namespaces that have chunks of this prompt, under keys of their own."""
     documents: list[dict[str, object]] = []
@@ -312,9 +317,10 @@ def _elsewhere(
         num = sum(fates.has(other, key) for key in keys)
         if num:
             differs = _differs(chosen, other)
-            view.line(
+            say(
+                output,
                 f"namespace {short_id(other.namespace_id)} has {num} of its {len(keys)} chunks of "
-                f"this prompt, and differs in {differs}"
+                f"this prompt, and differs in {differs}",
             )
             documents.append(
                 {
@@ -330,14 +336,15 @@ def _elsewhere(
 # --- words ----------------------------------------------------------------------------------------
 
 
-def _head(view: View, namespace: StoredNamespace) -> None:
+def _head(output: Output, namespace: StoredNamespace) -> None:
     use = "in use" if namespace.is_in_use else "not in use"
-    view.line(
+    say(
+        output,
         f"namespace {short_id(namespace.namespace_id)}, {namespace.model_name or '?'}, "
-        f"{namespace.dtype or '?'}, {use}"
+        f"{namespace.dtype or '?'}, {use}",
     )
     if namespace.problem:
-        view.line(namespace.problem)
+        say(output, namespace.problem)
 
 
 def _text(fate: Fate, fates: Fates, namespace: StoredNamespace) -> str:
@@ -356,10 +363,10 @@ def _text(fate: Fate, fates: Fates, namespace: StoredNamespace) -> str:
     return f"{fate.kind.value}{': ' if fate.detail else ''}{fate.detail}{late}"
 
 
-def _general(view: View, fates: Fates, namespace: StoredNamespace) -> None:
+def _general(output: Output, fates: Fates, namespace: StoredNamespace) -> None:
     general = [i for i in fates.general(namespace) if i.event != "opened"]
     for incident in general[-_MAX_GENERAL:]:
-        view.line(f"{when_text(incident.unix_s)}: {_general_text(incident)}")
+        say(output, f"{when_text(incident.unix_s)}: {_general_text(incident)}")
 
 
 def _general_text(incident: Incident) -> str:

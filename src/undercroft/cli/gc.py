@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 
+from undercroft.cli.output import Subparsers, add_command, output_for
 from undercroft.cli.store import (
     add_capacity,
     add_path,
     capacity_of,
     catalog_of,
     parse_age,
+    say,
     size_text,
 )
-from undercroft.cli.view import View
 from undercroft.clock import SystemClock
 from undercroft.errors import TierUnavailable
 from undercroft.tiers.disk.removal import Removal
@@ -21,11 +22,12 @@ from undercroft.tiers.disk.sweep import Waste, plan, remove
 __all__ = ["add_parser", "run"]
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "gc",
-        help="remove debris, old formats, and what nobody has used for long",
+        "remove debris, old formats, and what nobody has used for long",
         description="Removes files that a crash left, segments that serve nothing, namespaces of "
         "older formats and empty ones; with --unused-for, namespaces in which nothing was stored "
         "for so long; with a capacity, the coldest segments beyond it. Never what a running "
@@ -39,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Do it."""
-    catalog, view = catalog_of(args), View(args)
+    catalog, output = catalog_of(args), output_for(args)
     unused_s = parse_age(args.unused_for, "--unused-for") if args.unused_for else None
     capacity = capacity_of(args)
     store = catalog.look()
@@ -47,35 +49,26 @@ def run(args: argparse.Namespace) -> int:
         raise TierUnavailable(f"another process holds {store.path}/lock: try again")
     found = plan(store, now_s=SystemClock().unix_s(), unused_s=unused_s, capacity_bytes=capacity)
     removal = Removal(catalog)
-    freed, left, documents = 0, 0, []
-    for number, waste in enumerate(found):
-        view.progress(number, len(found))
-        why = "" if args.dry_run else _removed(waste, removal)
-        freed += 0 if why else waste.num_bytes
-        left += bool(why)
+    why_left: list[str] = []
+    with output.progress("removing", len(found)) as progress:
+        for waste in found:
+            why_left.append("" if args.dry_run else _removed(waste, removal))
+            progress.step()
+    ended = list(zip(found, why_left, strict=True))
+    for waste, why in ended:
         detail = f" ({waste.detail})" if waste.detail else ""
         become = f" [left: {why}]" if why else ""
-        view.line(
-            f"{waste.reason.value}: {waste.path}, {size_text(waste.num_bytes)}{detail}{become}"
-        )
-        documents.append(
-            {
-                "reason": waste.reason.name.lower(),
-                "path": waste.path,
-                "bytes": waste.num_bytes,
-                "detail": waste.detail,
-                "left": why,
-            }
-        )
-    view.progress(1, 1)
+        size = size_text(waste.num_bytes)
+        say(output, f"{waste.reason.value}: {waste.path}, {size}{detail}{become}")
+    freed = sum(waste.num_bytes for waste, why in ended if not why)
+    left = sum(bool(why) for why in why_left)
     verb = "would give back" if args.dry_run else "gave back"
-    view.line(
-        f"{len(found) - left} things, {verb} {size_text(freed)} of {size_text(store.charged_bytes)}"
-    )
+    whole = size_text(store.charged_bytes)
+    say(output, f"{len(found) - left} things, {verb} {size_text(freed)} of {whole}")
     over = capacity is not None and store.charged_bytes - freed > capacity
     if over:
-        view.line("still over the capacity: the rest is in use, or not ours")
-    view.end(
+        say(output, "still over the capacity: the rest is in use, or not ours")
+    output.data(
         {
             "path": store.path,
             "dry_run": args.dry_run,
@@ -83,7 +76,16 @@ def run(args: argparse.Namespace) -> int:
             "charged_bytes": store.charged_bytes,
             "capacity_bytes": capacity,
             "over_capacity": over,
-            "waste": documents,
+            "waste": [
+                {
+                    "reason": waste.reason.name.lower(),
+                    "path": waste.path,
+                    "bytes": waste.num_bytes,
+                    "detail": waste.detail,
+                    "left": why,
+                }
+                for waste, why in ended
+            ],
         }
     )
     return int(left > 0 or over)

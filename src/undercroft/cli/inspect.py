@@ -6,14 +6,15 @@ import argparse
 from collections.abc import Mapping
 from contextlib import suppress
 
+from undercroft.cli.output import Subparsers, add_command, output_for
 from undercroft.cli.store import (
     add_path,
     catalog_of,
     find_chunks,
+    say,
     size_text,
     when_text,
 )
-from undercroft.cli.view import View
 from undercroft.errors import CorruptChunk, FormatTooNew
 from undercroft.tiers import frame
 from undercroft.tiers.disk.catalog import Catalog
@@ -25,11 +26,12 @@ __all__ = ["add_parser", "run"]
 _GROUP_BYTES = 4
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "inspect",
-        help="show one chunk of a store on disk: header, place, checksum",
+        "show one chunk of a store on disk: header, place, checksum",
         description="Shows a chunk wherever it is stored, reads it, and says whether it is good.",
     )
     parser.add_argument("key", help="its key in hex; the first digits are enough if no other has")
@@ -39,21 +41,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Do it."""
-    catalog, view = catalog_of(args), View(args)
+    catalog, output = catalog_of(args), output_for(args)
     store = catalog.look()
     places = find_chunks(catalog, store, args.key, args.namespace)
     if not places:
-        view.line(f"no chunk has a key that begins with {args.key}")
-        view.end({"key": args.key, "places": []})
+        say(output, f"no chunk has a key that begins with {args.key}")
+        output.data({"key": args.key, "places": []})
         return 1
     fsck = Fsck(catalog, num_threads=1)
     found = [(namespace, chunk, fsck.verify(chunk)) for namespace, chunk in places]
     documents = [_document(catalog, namespace, chunk, wrong) for namespace, chunk, wrong in found]
     for document in documents:
         for name, value in document.items():
-            view.line(f"{name.replace('_', ' '):<22}{value}")
-        view.line()
-    view.end({"key": documents[0]["key"], "places": documents})
+            say(output, f"{name.replace('_', ' '):<22}{value}")
+        say(output)
+    output.data({"key": documents[0]["key"], "places": documents})
     return int(any(wrong for *_, wrong in found))
 
 

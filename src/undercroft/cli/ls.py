@@ -6,16 +6,18 @@ import argparse
 import heapq
 from collections.abc import Mapping
 
+from undercroft.cli.output import Output, Subparsers, add_command, output_for
 from undercroft.cli.store import (
     add_path,
     catalog_of,
+    columns,
     find_namespace,
+    say,
     short_id,
     size_text,
     when_text,
     words,
 )
-from undercroft.cli.view import View
 from undercroft.tiers.disk.catalog import Catalog
 from undercroft.tiers.disk.stored import Store, StoredChunk, StoredNamespace
 
@@ -24,11 +26,12 @@ __all__ = ["add_parser", "run"]
 _LIMIT = 50
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "ls",
-        help="list the namespaces of a store on disk, or the chunks of one",
+        "list the namespaces of a store on disk, or the chunks of one",
         description="Lists what a disk tier holds. Safe beside running engines.",
     )
     parser.add_argument("namespace", nargs="?", help="the first digits of one: list its chunks")
@@ -43,25 +46,27 @@ def run(args: argparse.Namespace) -> int:
     """Do it."""
     catalog = catalog_of(args)
     store = catalog.look()
-    view = View(args)
+    output = output_for(args)
     if args.namespace:
-        _chunks(view, catalog, find_namespace(store, args.namespace), args)
+        _chunks(output, catalog, find_namespace(store, args.namespace), args)
     else:
-        _namespaces(view, catalog, store)
+        _namespaces(output, catalog, store)
     return 0
 
 
-def _namespaces(view: View, catalog: Catalog, store: Store) -> None:
+def _namespaces(output: Output, catalog: Catalog, store: Store) -> None:
     documents = [_document(catalog, namespace) for namespace in store.namespaces]
-    view.table(
-        ("NAMESPACE", "MODEL", "DTYPE", "CHUNKS", "VOID", "BYTES", "LAST STORED", "IN USE"),
+    if not documents:
+        say(output, f"{store.path} holds no namespace")
+    output.table(
+        columns("NAMESPACE", "MODEL", "DTYPE", "CHUNKS", "VOID", "BYTES", "LAST STORED", "IN USE"),
         [
             (
                 short_id(namespace.namespace_id),
                 namespace.model_name or "?",
                 namespace.dtype or "?",
-                document["chunks"],
-                document["void_chunks"],
+                str(document["chunks"]),
+                str(document["void_chunks"]),
                 size_text(namespace.charged_bytes),
                 when_text(namespace.modified_s),
                 _in_use(namespace),
@@ -72,17 +77,15 @@ def _namespaces(view: View, catalog: Catalog, store: Store) -> None:
     for namespace, document in zip(store.namespaces, documents, strict=True):
         where = short_id(namespace.namespace_id)
         if namespace.problem:
-            view.line(f"{where}: {namespace.problem}")
+            say(output, f"{where}: {namespace.problem}")
         for segment in namespace.segments:
             if segment.problem:
-                view.line(f"{where}: segment {segment.segment_id}: {segment.problem}")
+                say(output, f"{where}: segment {segment.segment_id}: {segment.problem}")
         if document["damaged_entries"]:
-            view.line(f"{where}: {document['damaged_entries']} damaged entries")
+            say(output, f"{where}: {document['damaged_entries']} damaged entries")
     for piece in store.foreign:
-        view.line(f"not ours: {piece.path}, {size_text(piece.charged_bytes)}")
-    if not store.namespaces:
-        view.line(f"{store.path} is empty")
-    view.end(
+        say(output, f"not ours: {piece.path}, {size_text(piece.charged_bytes)}")
+    output.data(
         {
             "path": store.path,
             "bytes": store.charged_bytes,
@@ -141,7 +144,7 @@ def _document(catalog: Catalog, namespace: StoredNamespace) -> Mapping[str, obje
 
 
 def _chunks(
-    view: View, catalog: Catalog, namespace: StoredNamespace, args: argparse.Namespace
+    output: Output, catalog: Catalog, namespace: StoredNamespace, args: argparse.Namespace
 ) -> None:
     wanted = (c for c in catalog.chunks(namespace) if args.void or c.is_current)
     num_found, latest = 0, list[tuple[int, int, StoredChunk]]()
@@ -153,26 +156,26 @@ def _chunks(
         elif latest:
             heapq.heappushpop(latest, item)
     listed = [chunk for *_, chunk in sorted(latest, reverse=True)]
-    view.table(
-        ("KEY", "BYTES", "EPOCH", "SEQUENCE", "SEGMENT", "SLOT", "SEGMENT LAST WRITTEN"),
+    output.table(
+        columns("KEY", "BYTES", "EPOCH", "SEQUENCE", "SEGMENT", "SLOT", "SEGMENT LAST WRITTEN"),
         [
             (
                 chunk.key.hex(),
-                chunk.payload_bytes,
+                str(chunk.payload_bytes),
                 f"{chunk.epoch}" if chunk.is_current else f"{chunk.epoch} (void)",
-                chunk.sequence,
+                str(chunk.sequence),
                 chunk.segment.segment_id,
-                chunk.slot,
+                str(chunk.slot),
                 when_text(chunk.segment.modified_s),
             )
             for chunk in listed
         ],
     )
     if num_found > len(listed):
-        view.line(f"... and {num_found - len(listed)} more (--limit)")
+        say(output, f"... and {num_found - len(listed)} more (--limit)")
     if not num_found:
-        view.line(f"namespace {short_id(namespace.namespace_id)} holds no chunk")
-    view.end(
+        say(output, f"namespace {short_id(namespace.namespace_id)} holds no chunk")
+    output.data(
         {
             "namespace": namespace.namespace_id,
             "chunks": num_found,

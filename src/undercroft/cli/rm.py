@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from undercroft.cli.output import Subparsers, add_command, output_for
 from undercroft.cli.store import (
     add_path,
     catalog_of,
@@ -14,11 +15,11 @@ from undercroft.cli.store import (
     find_namespace,
     has_prefix,
     parse_age,
+    say,
     short_id,
     size_text,
     when_text,
 )
-from undercroft.cli.view import View
 from undercroft.clock import SystemClock
 from undercroft.errors import ConfigError, TierUnavailable
 from undercroft.tiers.disk.catalog import Catalog
@@ -37,11 +38,12 @@ class _Target:
     remove: Callable[[], str]
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "rm",
-        help="remove namespaces or chunks from a store on disk",
+        "remove namespaces or chunks from a store on disk",
         description="Removes what is named. What a running engine has open is refused: reset its "
         "cache instead, or stop it.",
     )
@@ -66,23 +68,23 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("name what to remove: a namespace, a key, --older-than AGE, or --all")
     if args.what and args.all:
         raise ConfigError("either names, or --all")
-    catalog, view = catalog_of(args), View(args)
+    catalog, output = catalog_of(args), output_for(args)
     targets = _targets(catalog, catalog.look(), args)
     for target in targets:
-        view.line(f"{'would remove' if args.dry_run else 'remove'} {target.name}")
+        say(output, f"{'would remove' if args.dry_run else 'remove'} {target.name}")
     left: dict[str, str] = {}
     if not args.dry_run and targets:
         _confirm(args, len(targets))
-        for number, target in enumerate(targets):
-            view.progress(number, len(targets))
-            if why := _removed(target):
-                left[target.name] = why
-        view.progress(1, 1)
+        with output.progress("removing", len(targets)) as progress:
+            for target in targets:
+                if why := _removed(target):
+                    left[target.name] = why
+                progress.step()
     for name, why in left.items():
-        view.line(f"left {name}: {why}")
+        say(output, f"left {name}: {why}")
     if not targets:
-        view.line("nothing to remove")
-    view.end(
+        say(output, "nothing to remove")
+    output.data(
         {
             "dry_run": args.dry_run,
             "targets": [

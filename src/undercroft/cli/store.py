@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from undercroft.cli.output import Column, Output
 from undercroft.clock import SystemClock
 from undercroft.errors import ConfigError
 from undercroft.settings import format_bytes, load, parse_size
@@ -20,10 +21,12 @@ __all__ = [
     "age_text",
     "capacity_of",
     "catalog_of",
+    "columns",
     "find_chunks",
     "find_namespace",
     "has_prefix",
     "parse_age",
+    "say",
     "short_id",
     "size_text",
     "when_text",
@@ -34,6 +37,7 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _AGE = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
 _SHORT = 12
 _MAX_NAMED = 8
+_NUMBERS = frozenset({"CHUNKS", "VOID", "BYTES", "SHARE", "SEQUENCE", "SLOT"})
 _HEX = re.compile(r"[0-9a-f]+")
 
 
@@ -156,9 +160,19 @@ def when_text(unix_s: float) -> str:
     return f"{age_text(SystemClock().unix_s() - unix_s)} ago"
 
 
+def columns(*titles: str) -> list[Column]:
+    """Columns of a table; those of numbers go right."""
+    return [Column(title, "right" if title in _NUMBERS else "left") for title in titles]
+
+
 def size_text(num_bytes: int) -> str:
     """Bytes for people."""
     return format_bytes(num_bytes)
+
+
+def say(output: Output, text: str = "") -> None:
+    """A line for people, in which a name on disk cannot move the cursor."""
+    output.say("".join(c if c.isprintable() else "?" for c in text))
 
 
 def words(items: Sequence[object], nothing: str = "-") -> str:

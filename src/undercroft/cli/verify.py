@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from undercroft.cli.store import add_capacity, add_path, capacity_of, catalog_of, size_text
-from undercroft.cli.view import View
+from undercroft.cli.output import Subparsers, add_command, output_for
+from undercroft.cli.store import (
+    add_capacity,
+    add_path,
+    capacity_of,
+    catalog_of,
+    say,
+    size_text,
+)
 from undercroft.tiers.disk.fsck import Finding, Fsck
 from undercroft.tiers.disk.removal import Removal
 from undercroft.tiers.disk.repair import Remedy, repair
+from undercroft.tiers.disk.stored import Store
 
 __all__ = ["add_parser", "run"]
 
 _MAX_SHOWN = 100
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "verify",
-        help="check every chunk of a store on disk, and mend what is bad",
+        "check every chunk of a store on disk, and mend what is bad",
         description="Reads every record and compares it with its checksum and its entry; checks "
         "sizes, debris of crashes, and the capacity. Safe beside running engines.",
     )
@@ -38,26 +47,39 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Do it."""
-    catalog, view, capacity = catalog_of(args), View(args), capacity_of(args)
+    catalog, output, capacity = catalog_of(args), output_for(args), capacity_of(args)
     store = catalog.look()
-    fsck = Fsck(catalog, num_threads=max(1, args.threads), on_progress=view.progress)
-    report = fsck.check(store, capacity_bytes=capacity)
-    remedies: Sequence[Remedy] = [Remedy(finding) for finding in report.findings]
+    with output.progress("reading chunks, MiB", _whole_mib(store)) as progress:
+        done_mib = 0
+
+        def on_progress(done_bytes: int, _total_bytes: int) -> None:
+            nonlocal done_mib
+            progress.step((done_bytes >> 20) - done_mib)
+            done_mib = done_bytes >> 20
+
+        fsck = Fsck(catalog, num_threads=max(1, args.threads), on_progress=on_progress)
+        report = fsck.check(store, capacity_bytes=capacity)
+    remedies = [Remedy(finding) for finding in report.findings]
     if args.repair:
-        remedies = list(repair(report, store, fsck, Removal(catalog), capacity))
+        with output.progress("repairing", len(remedies)) as progress:
+            remedies = []
+            for remedy in repair(report, store, fsck, Removal(catalog), capacity):
+                remedies.append(remedy)
+                progress.step()
     for remedy in remedies[:_MAX_SHOWN]:
-        view.line(_text(remedy))
+        say(output, _text(remedy))
     if len(remedies) > _MAX_SHOWN:
-        view.line(f"... and {len(remedies) - _MAX_SHOWN} more; --json has all")
+        say(output, f"... and {len(remedies) - _MAX_SHOWN} more; --json has all")
     num_left = sum(remedy.finding.is_fault and not remedy.done for remedy in remedies)
     if not store.is_settled:
-        view.line("another process holds the store's lock: debris and halves were not looked for")
-    view.line(
+        say(output, "another process holds the store's lock: debris and halves were not looked for")
+    say(
+        output,
         f"{report.num_chunks} chunks ({size_text(report.num_bytes)}) in {report.num_segments} "
         f"segments of {report.num_namespaces} namespaces read; {report.num_void} void; "
-        f"{report.num_faults} faults" + (f", {num_left} left" if args.repair else "")
+        f"{report.num_faults} faults" + (f", {num_left} left" if args.repair else ""),
     )
-    view.end(
+    output.data(
         {
             "path": store.path,
             "namespaces": report.num_namespaces,
@@ -74,6 +96,12 @@ def run(args: argparse.Namespace) -> int:
         }
     )
     return int(num_left > 0)
+
+
+def _whole_mib(store: Store) -> int:
+    """What there is to read."""
+    segments = (segment for namespace in store.namespaces for segment in namespace.segments)
+    return sum(s.slab.num_bytes for s in segments if s.slab and s.header) >> 20
 
 
 def _text(remedy: Remedy) -> str:
