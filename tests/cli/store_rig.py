@@ -1,24 +1,12 @@
 """Runs a command of the store in this process: exit code, what it printed, its JSON document."""
 
-import argparse
 import json
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from undercroft.cli import du, explain, gc, inspect, ls, rm, verify
-from undercroft.errors import ConfigError, TierUnavailable
-
-COMMANDS = {
-    "ls": ls,
-    "du": du,
-    "inspect": inspect,
-    "verify": verify,
-    "rm": rm,
-    "gc": gc,
-    "explain": explain,
-}
+from undercroft.cli.main import main
 
 
 @dataclass(frozen=True)
@@ -34,17 +22,7 @@ class Ran:
 
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> Ran:
     """What `undercroft WORDS` does."""
-    parser = argparse.ArgumentParser()
-    subparsers = parser.add_subparsers(dest="command")
-    for command in COMMANDS.values():
-        command.add_parser(subparsers)
-    args = parser.parse_args([str(word) for word in words])
     capsys.readouterr()
-    try:
-        code = COMMANDS[args.command].run(args)
-    except ConfigError as error:
-        return Ran(2, "", str(error))
-    except TierUnavailable as error:
-        return Ran(3, "", str(error))
+    code = main([str(word) for word in words])
     out = capsys.readouterr()
     return Ran(code, out.out, out.err)
