@@ -1,6 +1,8 @@
 """Why a prompt was missed: each reason is found, by text and by JSON."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from undercroft.engines.vllm.prompt_keys import Prompt, keys_of
 from undercroft.keys import ChunkKey, Namespace
 from undercroft.tiers.disk.history import HistoryFile, Incident, key_part
 
+from .rig import environment
 from .store_rig import run
 
 Capsys = pytest.CaptureFixture[str]
@@ -215,3 +218,19 @@ def test_without_vllm_it_says_what_is_missing(
     assert ran.code == 3
     assert "undercroft[vllm]" in ran.errors
     assert run(capsys, "explain", "--key", keys(space())[0].hex(), "--path", tmp_path).code == 0
+
+
+def test_the_answer_is_one_json_value_though_vllm_talks(tmp_path: Path, prompt: Path) -> None:
+    """In a process of its own vLLM is imported by the command; what it logs goes elsewhere."""
+    store(tmp_path, space(), keys(space()))
+    words = ["explain", "--tokens", str(prompt), "--path", str(tmp_path), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "undercroft", *words],
+        env=environment(VLLM_LOGGING_LEVEL="DEBUG"),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert fates(json.loads(done.stdout)) == ["stored"] * 6

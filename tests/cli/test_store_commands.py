@@ -1,7 +1,9 @@
 """Each command about a store says what is there, as text and as JSON, and how it ended."""
 
+import io
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -222,6 +224,27 @@ def test_rm_needs_a_yes(store: Path, capsys: Capsys) -> None:
     assert run(capsys, "rm", NAMED.id[:8], "--path", store, "--dry-run").code == 0
     assert run(capsys, "rm", "--path", store).code == 2
     assert du(store) == before
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("\n", 1), ("", 1)])
+def test_rm_asks_where_somebody_can_answer(
+    store: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, answer: str, code: int
+) -> None:
+    """On a terminal: yes removes, anything else does not."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert run(capsys, "rm", OTHER.id, "--path", store).code == code
+    assert len(look(store).namespaces) == 1 + code
+
+
+def test_names_on_disk_cannot_move_the_cursor(store: Path, capsys: Capsys) -> None:
+    """A stranger's file name with escape codes is shown without them."""
+    (store / "undercroft-v1" / "x\x1b[2Jy").write_bytes(b"")
+    for command in ("ls", "verify"):
+        ran = run(capsys, command, "--path", store)
+        assert "x?[2Jy" in ran.text
+        assert "\x1b" not in ran.text
 
 
 def test_rm_removes_namespaces_and_chunks(store: Path, capsys: Capsys) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from undercroft.cli.output import Subparsers, add_command, output_for
+from undercroft.cli.output import CommandFailed, Exit, Subparsers, add_command, output_for
 from undercroft.cli.store import (
     add_path,
     catalog_of,
@@ -111,7 +111,7 @@ def _confirm(args: argparse.Namespace, num: int) -> None:
     sys.stderr.write(f"Remove {num} of these for good? [y/N] ")
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise ConfigError("not confirmed; nothing was removed")
+        raise CommandFailed("not confirmed: nothing was removed", Exit.PROBLEM)
 
 
 def _targets(catalog: Catalog, store: Store, args: argparse.Namespace) -> list[_Target]:
