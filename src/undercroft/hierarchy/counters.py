@@ -10,8 +10,14 @@ from undercroft.hierarchy.history import Note, note_nothing
 __all__ = ["Counters"]
 
 
+class _Told:
+    __slots__ = ("note",)
+    note: Note
+    """Told of single chunks, for `undercroft explain`; does nothing unless a history is kept."""
+
+
 @dataclass(slots=True)
-class Counters:
+class Counters(_Told):
     """Totals since start. Keys of the `Counter`s are reasons or level names, unless it is said."""
 
     lookup_hits: int = 0
@@ -32,5 +38,6 @@ class Counters:
     """By (level, reason)."""
     resets: int = 0
     broken_invariants: int = 0
-    note: Note = field(default=note_nothing, compare=False, repr=False)
-    """Told of single chunks, for `undercroft explain`; does nothing unless a history is kept."""
+
+    def __post_init__(self) -> None:
+        self.note = note_nothing
