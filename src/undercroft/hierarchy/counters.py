@@ -10,14 +10,8 @@ from undercroft.hierarchy.history import Note, note_nothing
 __all__ = ["Counters"]
 
 
-class _Told:
-    __slots__ = ("note",)
-    note: Note
-    """Told of single chunks, for `undercroft explain`; does nothing unless a history is kept."""
-
-
-@dataclass(slots=True)
-class Counters(_Told):
+@dataclass
+class Counters:
     """Totals since start. Keys of the `Counter`s are reasons or level names, unless it is said."""
 
     lookup_hits: int = 0
@@ -40,4 +34,6 @@ class Counters(_Told):
     broken_invariants: int = 0
 
     def __post_init__(self) -> None:
-        self.note = note_nothing
+        self.note: Note = note_nothing
+        """Told of single chunks, for `undercroft explain`; does nothing unless a history is kept.
+        Not a field: it is no number."""
