@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
-from undercroft.cli.checkout import run_script, script
+from undercroft.cli.checkout import become, script
 from undercroft.cli.output import Subparsers, add_command
 
 __all__ = ["add_parser", "run"]
@@ -26,4 +27,4 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """See `main.Command`."""
-    return run_script(script("bench/run.py"), args.rest)
+    return become([sys.executable, str(script("bench/run.py")), *args.rest])

@@ -1,4 +1,4 @@
-"""Run a script of the repository: the demo and the benchmarks do not ship in the package."""
+"""Become another program: vLLM, or a script of the repository (they are not in the package)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import undercroft
 from undercroft.cli.output import CommandFailed, Exit
 
-__all__ = ["run_script", "script"]
+__all__ = ["become", "script"]
 
 
 def script(name: str, *, root: Path | None = None) -> Path:
@@ -34,8 +35,12 @@ def script(name: str, *, root: Path | None = None) -> Path:
     return path
 
 
-def run_script(path: Path, words: Sequence[str]) -> int:
-    """Become the script, so that signals and its exit code are its own. Does not return."""
+def become(command: Sequence[str]) -> NoReturn:
+    """Become another program, so that signals and its exit code are its own.
+
+    Raises:
+        OSError: There is no such program.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, str(path), *words])  # noqa: S606 - our own script
+    os.execv(command[0], list(command))  # noqa: S606 - what the commands that call this are for

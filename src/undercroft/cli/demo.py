@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from importlib.util import find_spec
 
-from undercroft.cli.checkout import run_script, script
+from undercroft.cli.checkout import become, script
 from undercroft.cli.output import CommandFailed, Exit, Subparsers, add_command
 
 __all__ = ["add_parser", "run"]
@@ -36,4 +37,4 @@ def run(args: argparse.Namespace) -> int:
             f"{path.parents[1]} installs what is missing and runs it",
             Exit.UNREACHABLE,
         )
-    return run_script(path, args.rest)
+    return become([sys.executable, str(path), *args.rest])

@@ -17,6 +17,9 @@ from undercroft.errors import ConfigError, KvError, TierTimeout, TierUnavailable
 __all__ = ["COMMANDS", "INTERRUPTED", "OWN_FAULT", "Command", "build_parser", "main"]
 
 COMMANDS: tuple[str, ...] = (
+    "serve",
+    "doctor",
+    "config",
     "ls",
     "du",
     "inspect",
@@ -111,7 +114,7 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
     cut = words.index("--") if "--" in words else len(words)
     args, rest = parser.parse_known_args(words[:cut])
     if args.takes_rest:
-        args.rest = [*rest, *words[cut + 1 :]]
+        args.words, args.rest = words[1:cut], [*rest, *words[cut + 1 :]]
         return args
     return parser.parse_args(words)
 

@@ -230,7 +230,7 @@ def add_command(
         description: More, for the command's own `--help`; `summary` if it is None.
         with_json: False for commands that only start another program.
         takes_rest: Options the command does not know are no error: they are in `args.rest`, in
-            their order, with all that follows `--`.
+            their order, with all that follows `--`. `args.words` is what came before `--`.
     """
     parser = subparsers.add_parser(
         name,

@@ -30,7 +30,7 @@ from undercroft.tiers.base import Tier
 from undercroft.tiers.disk.history import HistoryFile, history_bytes
 from undercroft.tiers.disk.names import ROOT_NAME
 
-__all__ = ["Geometry", "assemble", "check_plugins", "tokens_that_fit"]
+__all__ = ["Geometry", "assemble", "check_plugins", "held_bytes", "make_tier", "tokens_that_fit"]
 
 _LOG = logging.getLogger(__name__)
 _WRITE_DEADLINE_S = 30.0
@@ -170,7 +170,8 @@ def _history(
     for tier in settings.tiers:
         if tier.type != "disk" or tier.name not in levels or not isinstance(clock, SystemClock):
             continue
-        resolved, _ = with_capacity(tier, own_bytes=_held_bytes(tier))
+        own_bytes = held_bytes(tier) if tier.capacity_bytes is None else 0
+        resolved, _ = with_capacity(tier, own_bytes=own_bytes)
         num_bytes = history_bytes(resolved.capacity_bytes or 0, num_replicas)
         if not num_bytes:
             continue
@@ -251,10 +252,10 @@ def _num_threads(settings: TierSettings, geometry: Geometry) -> int:
     return int(settings.options.get("num_threads", _NUM_THREADS_SMALL if small else _NUM_THREADS))
 
 
-def _held_bytes(settings: TierSettings) -> int:
-    """What earlier runs hold on disk, where the bound depends on it; it counts as free."""
+def held_bytes(settings: TierSettings) -> int:
+    """What earlier runs hold on disk, of all namespaces. Cost: one `stat` a file."""
     path = settings.options.get("path")
-    if settings.capacity_bytes is not None or path is None:
+    if path is None:
         return 0
     held = 0
     for folder, _, names in os.walk(Path(path).expanduser() / ROOT_NAME):
@@ -264,6 +265,40 @@ def _held_bytes(settings: TierSettings) -> int:
     return held
 
 
+def make_tier(
+    settings: TierSettings, *, namespace: Namespace, clock: Clock, num_replicas: int
+) -> Tier:
+    """One tier, open.
+
+    Args:
+        settings: With a capacity: see `with_capacity`.
+        namespace: Whose chunks.
+        clock: Time.
+        num_replicas: Processes of this namespace that share what the tier names.
+
+    Raises:
+        ConfigError: The settings can never work.
+        TierError: It cannot be opened now.
+    """
+    if settings.capacity_bytes is None:
+        raise ConfigError(f"tier {settings.name} needs a capacity, such as 1TiB")
+    options = {k: v for k, v in settings.options.items() if k != "num_threads"}
+    if "path" in options:
+        options["path"] = str(Path(options["path"]).expanduser())
+    if "free_space_floor" in options:
+        options["free_space_floor_bytes"] = options.pop("free_space_floor")
+    offered = {
+        "name": settings.name,
+        "namespace": namespace,
+        "capacity_bytes": settings.capacity_bytes,
+        "clock": clock,
+        "num_replicas": num_replicas,
+    }
+    what = f"tier {settings.name} (type {settings.type})"
+    tier: Tier = _made(find("tiers", settings.type), what, options, offered)
+    return tier
+
+
 def _open_tier(
     settings: TierSettings,
     geometry: Geometry,
@@ -271,33 +306,19 @@ def _open_tier(
     clock: Clock,
     num_replicas: int,
 ) -> Tier | None:
-    resolved, note = with_capacity(settings, own_bytes=_held_bytes(settings))
+    own_bytes = held_bytes(settings) if settings.capacity_bytes is None else 0
+    resolved, note = with_capacity(settings, own_bytes=own_bytes)
     if note:
         _LOG.warning("%s", note)
-    if resolved.capacity_bytes is None:
-        raise ConfigError(f"tier {settings.name} needs a capacity, such as 1TiB")
-    options = {k: v for k, v in resolved.options.items() if k != "num_threads"}
-    if "path" in options:
-        options["path"] = str(Path(options["path"]).expanduser())
-    if "free_space_floor" in options:
-        options["free_space_floor_bytes"] = options.pop("free_space_floor")
-    offered = {
-        "name": resolved.name,
-        "namespace": namespace,
-        "capacity_bytes": resolved.capacity_bytes,
-        "clock": clock,
-        "num_replicas": num_replicas,
-    }
-    what = f"tier {resolved.name} (type {resolved.type})"
     try:
-        tier: Tier = _made(find("tiers", resolved.type), what, options, offered)
+        tier = make_tier(resolved, namespace=namespace, clock=clock, num_replicas=num_replicas)
     except TierError as error:
         _LOG.error("tier %s is left out: %s", settings.name, error)
         return None
     _LOG.info(
         "tier %s holds at most %s, about %d tokens of this model",
         resolved.name,
-        format_bytes(resolved.capacity_bytes),
-        tokens_that_fit(geometry, resolved.capacity_bytes),
+        format_bytes(resolved.capacity_bytes or 0),
+        tokens_that_fit(geometry, resolved.capacity_bytes or 0),
     )
     return tier

@@ -96,7 +96,7 @@ class Root:
             if exc.errno not in _REFUSED or not self._exists(self.directory):
                 raise
             self.read_only = f"{exc.filename or self.path}: {exc.strerror}"
-        self._check_owner()
+        self.check_owner()
         if self.read_only:
             self._compare_manifest(required=True)
 
@@ -125,14 +125,19 @@ class Root:
 
     def _make(self) -> None:
         self._files.make_directories(self._above)
-        self._check_owner()
+        self.check_owner()
         self._files.make_directories(self.path)
-        self._check_owner()
+        self.check_owner()
         self._lock_fd = self._files.open(f"{self.path}/lock", os.O_RDWR | os.O_CREAT)
         if stat.S_IMODE(self._files.stat(self.path).st_mode) != _PRIVATE:
             self._files.restrict(self.path)
 
-    def _check_owner(self) -> None:
+    def check_owner(self) -> None:
+        """Refuse a root that is not ours to use; one that is missing is fine.
+
+        Raises:
+            ConfigError: It is a link, a file, or somebody else's.
+        """
         if not self._exists(self.path):
             return
         found = self._files.stat(self.path)
