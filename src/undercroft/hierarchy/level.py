@@ -266,7 +266,7 @@ class Level:
             self._keep_evictable(key)
             return
         if not done.outcome.num_bytes:
-            self._decline("before_reset")
+            self._decline("before_reset", key)
             return
         policy = self._policies[size_class]
         if key not in policy:
