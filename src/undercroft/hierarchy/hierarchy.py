@@ -241,6 +241,8 @@ class Hierarchy:
         for slot in slots:
             if request.holds.pop(slot, None) is not None:
                 self.pool.unpin(slot)
+        if not request.holds:
+            self._holders.pop(request.id, None)
 
     def _let_go(self, request: Request) -> None:
         self._forget_hits(request)

@@ -165,7 +165,11 @@ class Level:
         if not self.usable:
             self._decline("unavailable", key)
             return None
-        if key in self._writing or self._indexed.has(key):
+        if key in self._writing:
+            if self._writing[key][1] != self._generation:
+                self._decline("before_reset")
+            return None
+        if self._indexed.has(key):
             return None
         if not self._admission.admit(key, len(data)):
             self._decline("not_admitted", key)

@@ -20,6 +20,9 @@ LEVEL_0 = "host"
 
 _STORE_ID_BITS = 40
 _DRAINING = int(SlotState.DRAINING)
+_SEARCHES = (2, 16, 128, 1024)
+"""How many times what lacks is made evictable, in turn, until it suffices: others may still use
+most of what a request lets go of."""
 
 
 def failed_chunk(store_id: int, chunk_index: int) -> int:
@@ -96,8 +99,10 @@ class Stores:
         if position_of(absent[0]) is not None:
             in_order = sorted(absent, key=lambda key: position_of(key) or 0)
         slots = self._pool.allocate(in_order, keep=request.loaded)
-        num_lacking = len(in_order) - len(slots)
-        if num_lacking and self._fresh.make_room(request.id, 2 * num_lacking):
+        for times_more in _SEARCHES:
+            num_lacking = len(in_order) - len(slots)
+            if not (num_lacking and self._fresh.make_room(request.id, times_more * num_lacking)):
+                break
             slots += self._pool.allocate(in_order[len(slots) :], keep=request.loaded)
         if len(slots) < len(in_order):
             self._decline("full", in_order[len(slots) :])
