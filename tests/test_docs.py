@@ -184,7 +184,16 @@ def check_pytest(arguments: list[str]) -> None:
         assert word.startswith("-") or (ROOT / word.split("::")[0]).exists(), word
 
 
+def check_undercroft(arguments: list[str]) -> None:
+    command = SRC / "cli" / f"{arguments[0]}.py"
+    assert command.exists(), f"undercroft has no {arguments[0]}"
+    known = command.read_text() + (SRC / "cli" / "store.py").read_text() + '"--json"'
+    for flag in (word for word in arguments if word.startswith("--")):
+        assert f'"{flag}"' in known, f"undercroft {arguments[0]} has no {flag}"
+
+
 CHECKS = {
+    "undercroft": check_undercroft,
     "make": check_make,
     "vllm": check_vllm,
     "python": check_python,
@@ -211,7 +220,7 @@ def test_shell_checks_bite() -> None:
     for wrong in (
         lambda: check_make(["demoo"]),
         lambda: check_vllm(["serve", "M", "--no-such-flag"]),
-        lambda: check_python(["bench/scheduler.py", "--no-such-flag"]),
+        lambda: check_python(["bench/run.py", "--no-such-flag"]),
         lambda: check_pytest(["tests/no_such.py"]),
     ):
         with pytest.raises((AssertionError, OSError)):

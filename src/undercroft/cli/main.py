@@ -21,6 +21,13 @@ COMMANDS: tuple[str, ...] = (
     "doctor",
     "config",
     "top",
+    "ls",
+    "du",
+    "inspect",
+    "verify",
+    "rm",
+    "gc",
+    "explain",
     "demo",
     "bench",
 )

@@ -13,11 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from undercroft.admission.base import Admission
-from undercroft.clock import Clock
+from undercroft.clock import Clock, SystemClock
 from undercroft.errors import ConfigError, TierError, UnknownPlugin
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
-from undercroft.hierarchy.hierarchy import Hierarchy, Limits
+from undercroft.hierarchy.hierarchy import LEVEL_0, Hierarchy, Limits
+from undercroft.hierarchy.history import History
 from undercroft.hierarchy.level import Level
 from undercroft.hierarchy.pool import Pool
 from undercroft.hierarchy.slots import Slots, slot_bytes_for
@@ -26,13 +27,17 @@ from undercroft.keys import ChunkKey, Namespace
 from undercroft.plugins import find
 from undercroft.settings import Settings, TierSettings, format_bytes, with_capacity
 from undercroft.tiers.base import Tier
-from undercroft.tiers.disk.root import ROOT_NAME
+from undercroft.tiers.disk.history import HistoryFile, history_bytes
+from undercroft.tiers.disk.names import ROOT_NAME
 
 __all__ = ["Geometry", "assemble", "check_plugins", "held_bytes", "make_tier", "tokens_that_fit"]
 
 _LOG = logging.getLogger(__name__)
 _WRITE_DEADLINE_S = 30.0
-_NUM_THREADS = 4
+_SMALL_CHUNK_BYTES = 1 << 20
+_NUM_THREADS, _NUM_THREADS_SMALL = 4, 8
+"""Small chunks spend as long on checksums and bookkeeping as in the device: more of them are under
+way at once (docs/explanation/design/0002-disk-layout.md)."""
 _QUEUED_CHUNKS_PER_SLOT = 4
 
 
@@ -127,7 +132,11 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
     make_policy = find("policies", settings.policy)
     admission = _admission(settings.admission, settings.admission_options, "host memory")
     max_slots = sum(slots.capacity(c) for c in range(len(geometry.slot_bytes)))
-    return Hierarchy(
+    history = _history(settings, [level.name for level in levels], namespace, clock, num_replicas)
+    if history:
+        counters.note = history.note
+        history.start()
+    hierarchy = Hierarchy(
         lambda on_evict: Pool(
             slots,
             make_policy=make_policy,
@@ -149,6 +158,34 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
         ),
         take_failed_stores=take_failed_stores,
     )
+    if history:
+        hierarchy.on_close.append(history.close)
+    return hierarchy
+
+
+def _history(
+    settings: Settings, levels: list[str], namespace: Namespace, clock: Clock, num_replicas: int
+) -> History | None:
+    """A history of what became of chunks, on the first disk tier, if that is large enough."""
+    for tier in settings.tiers:
+        if tier.type != "disk" or tier.name not in levels or not isinstance(clock, SystemClock):
+            continue
+        own_bytes = held_bytes(tier) if tier.capacity_bytes is None else 0
+        resolved, _ = with_capacity(tier, own_bytes=own_bytes)
+        num_bytes = history_bytes(resolved.capacity_bytes or 0, num_replicas)
+        if not num_bytes:
+            continue
+        file = HistoryFile(
+            str(Path(tier.options["path"]).expanduser()),
+            namespace=namespace,
+            levels=[LEVEL_0, *levels],
+            num_bytes=num_bytes,
+            capacity_bytes=resolved.capacity_bytes or 0,
+            free_space_floor_bytes=int(tier.options.get("free_space_floor", 1 << 30)),
+            clock=clock,
+        )
+        return History(file, clock)
+    return None
 
 
 def _admission(name: str, options: Mapping[str, Any], where: str) -> Admission:
@@ -194,7 +231,7 @@ def _level(
         transfers=Transfers(
             tier,
             clock=clock,
-            num_threads=int(tier_settings.options.get("num_threads", _NUM_THREADS)),
+            num_threads=_num_threads(tier_settings, geometry),
             max_queued_write_bytes=max_queued,
         ),
         slot_bytes=geometry.slot_bytes,
@@ -208,6 +245,11 @@ def _level(
         events=events if tier_settings.events else LevelEvents(enabled=False),
         write_deadline_s=_WRITE_DEADLINE_S,
     )
+
+
+def _num_threads(settings: TierSettings, geometry: Geometry) -> int:
+    small = max(geometry.slot_bytes) < _SMALL_CHUNK_BYTES
+    return int(settings.options.get("num_threads", _NUM_THREADS_SMALL if small else _NUM_THREADS))
 
 
 def held_bytes(settings: TierSettings) -> int:

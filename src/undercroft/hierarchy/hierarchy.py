@@ -6,8 +6,7 @@ One thread (the engine's scheduler), and no call blocks but `reset` and `close`,
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from undercroft.hierarchy.request import Answer, Lookup, Request
 from undercroft.hierarchy.restore import Restores
 from undercroft.hierarchy.slots import SlotState
 from undercroft.hierarchy.stores import LEVEL_0, StorePlan, Stores, failed_chunk
+from undercroft.hierarchy.touches import Touches
 from undercroft.key_table import SHARD_SHIFT
 from undercroft.keys import ChunkKey
 from undercroft.log import SparingLog
@@ -32,8 +32,10 @@ __all__ = ["LEVEL_0", "Hierarchy", "Limits", "StorePlan", "failed_chunk"]
 
 _LOG = logging.getLogger(__name__)
 
+# A global's name costs half of an enum member's on the path taken per key.
 _READY = int(SlotState.READY)
-_MAX_TOUCHED_PER_STEP = 1024
+_HIT = Lookup.HIT
+_IS_HIT = Answer.HIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +89,18 @@ class Hierarchy:
         self._states = self.pool.slots.states
         self._buffer = buffer
         self._clock = clock
+        self.on_close: list[Callable[[], None]] = []
+        """Called once, last thing when this closes."""
         self._log = SparingLog(_LOG, clock)
         self._limits = limits
         self._step = 0
         self._polled_step = -1
+        self._noticed_step = -1
+        self._is_outdated = False
         self._num_loading = 0
+        self._hitters: dict[str, Request] = {}
         self._holders: dict[str, Request] = {}
         self._loaders: dict[str, Request] = {}
-        self._to_touch: deque[tuple[list[ChunkKey], Container[ChunkKey]]] = deque()
         self._draining_until: list[tuple[int, list[int]]] = []
         self._num_ended_steps = 0
         self.fresh = Fresh(self.pool)
@@ -121,6 +127,7 @@ class Hierarchy:
             counters=counters,
             max_waiting=limits.max_cascade_waiting,
         )
+        self.touches = Touches(self.levels, self.restores, self.cascade)
 
     def view(self, slot: int) -> memoryview:
         """The bytes of a slot, `(slot_bytes,)` uint8, writable."""
@@ -146,19 +153,23 @@ class Hierarchy:
             request: Who asks.
             walk_id: The group the key belongs to; see `request.Walk`.
 
-        Cost: 1-2 us in a batch, at a million chunks (`bench/scheduler.py`).
+        Cost: 1-2 us in a batch, at a million chunks (`bench/run.py scheduler`).
         """
         if request.step != self._step:
+            if self._noticed_step != self._step:
+                self._notice_resets()
             request.begin_step(self._step)
         slot = self._shards[hash(key) >> SHARD_SHIFT].get(key, -1)
         if slot >= 0:
             if self._states[slot] >= _READY:
-                if slot not in request.holds:
-                    self._hold(request, slot, key)
+                hits = request.hits
+                if not hits:
+                    self._hitters[request.id] = request
+                hits[slot] = key
                 self.counters.lookup_hits += 1
                 if self.levels:
-                    request.walk(walk_id).note(key, Answer.HIT)
-                return Lookup.HIT
+                    request.walk(walk_id).note(key, _IS_HIT)
+                return _HIT
             if self._polled_step != self._step:
                 # What was read between two steps answers in the very next lookup.
                 self._polled_step = self._step
@@ -175,6 +186,8 @@ class Hierarchy:
 
     def _miss(self, key: ChunkKey, request: Request, walk_id: object, reason: str) -> Lookup:
         self.counters.lookup_misses[reason] += 1
+        if reason != "absent":
+            self.counters.note(LEVEL_0, "missed", reason, key)
         request.walk(walk_id).note(key, Answer.MISS)
         return Lookup.MISS
 
@@ -211,12 +224,30 @@ class Hierarchy:
             self._holders[request.id] = request
         request.holds[slot] = key
 
+    def _hold_hits(self) -> None:
+        """Pin what this step's lookups found, before anything can be evicted."""
+        hitters, self._hitters = self._hitters, {}
+        for request in hitters.values():
+            for slot, key in request.hits.items():
+                if slot not in request.holds:
+                    self._hold(request, slot, key)
+            request.hits.clear()
+
+    def _forget_hits(self, request: Request) -> None:
+        request.hits.clear()
+        self._hitters.pop(request.id, None)
+
     def _unhold(self, request: Request, slots: Sequence[int]) -> None:
         for slot in slots:
             if request.holds.pop(slot, None) is not None:
                 self.pool.unpin(slot)
+        if not request.holds:
+            self._holders.pop(request.id, None)
 
     def _let_go(self, request: Request) -> None:
+        self._forget_hits(request)
+        if not request.holds:
+            return
         holds, request.holds = request.holds, {}
         self._holders.pop(request.id, None)
         for slot in holds:
@@ -230,15 +261,12 @@ class Hierarchy:
         Raises:
             Bug: A key is not readable. Loading anything else in its place would be wrong bytes.
         """
-        slots: list[int] = []
-        for key in keys:
-            slot = self.pool.find(key)
-            if slot < 0 or self.pool.slots.states[slot] < SlotState.READY:
-                for pinned in slots:
-                    self.pool.unpin(pinned)
+        shards, states = self._shards, self._states
+        slots = [shards[hash(key) >> SHARD_SHIFT].get(key, -1) for key in keys]
+        for key, slot in zip(keys, slots, strict=True):
+            if slot < 0 or states[slot] < _READY:
                 raise Bug(f"request {request.id}: asked to load {key.hex()}, which was not a hit")
-            self.pool.slots.pin(slot)
-            slots.append(slot)
+        self.pool.slots.pin_all(slots)
         request.loading.update(zip(keys, slots, strict=True))
         request.loaded = dict.fromkeys(request.in_order(keys))
         if self.levels:
@@ -279,6 +307,7 @@ class Hierarchy:
         `keys` are offered in the engine's order; room is given in prefix order over all groups, so
         that what is accepted can be used. What is left out counts as done for this request.
         """
+        self._hold_hits()
         if self.levels:
             request.chain.extend(keys)
         return self.stores.prepare(keys, request)
@@ -317,54 +346,55 @@ class Hierarchy:
         chain = list(request.in_order(dict.fromkeys(request.chain)))
         request.chain.clear()
         if chain:
-            self._to_touch.append((chain, request.offered_below))
+            self.touches.add(chain, request.offered_below)
 
-    def _touch_below(self) -> None:
-        """Tell lower levels of ended requests, leaf first, a bounded number of keys a step."""
-        budget, level_with = _MAX_TOUCHED_PER_STEP, self.restores.level_with
-        while self._to_touch and budget > 0:
-            chain, once = self._to_touch[0]
-            part = chain[-budget:]
-            del chain[-budget:]
-            budget -= len(part)
-            if not chain:
-                self._to_touch.popleft()
-            for level in self.levels:
-                level.touch(part)
-            # What a lower level refused or lost while it was full or away gets another chance.
-            # A level that counts offers gets one a request.
-            self.cascade.add([k for k in part if k not in once and level_with(k) is None])
-
-    def end_step(self, scheduled: Collection[str] = ()) -> None:
+    def end_step(self, scheduled: Collection[str] = ()) -> bool:
         """Once per engine step, after its lookups and loads, before its stores.
 
         Args:
             scheduled: Ids of requests that began to run in this step: they want nothing any more.
+
+        Returns:
+            Whether another engine was found to have reset the cache: everything is forgotten, and
+            what requests have computed or loaded so far must not be stored, as after `reset`.
         """
         self.poll()
         now_s = self._clock.now_s()
         for request_id in scheduled:
-            holder = self._holders.get(request_id)
+            holder = self._holders.get(request_id) or self._hitters.get(request_id)
             if holder is not None:
                 self._let_go(holder)
             waiting = self.restores.find(request_id)
             if waiting is not None:
                 self.restores.leave(waiting)
                 waiting.deadline_s = None
+        if self.restores.num_waiting:
+            self._hold_hits()
+        else:
+            for hitter in list(self._hitters.values()):
+                self._forget_hits(hitter)
         self.fresh.settle_idle(self._step)
         self.fresh.advance_step()
         self.restores.refresh()
         self.restores.admit(self._step, now_s)
-        self._touch_below()
+        self.touches.submit()
         self.cascade.submit()
         for request in list(self._holders.values()):
             kept = request.queued and request.deadline_s is not None and now_s < request.deadline_s
             if not kept:
                 self._let_go(request)
+        self._notice_resets()
+        self._step += 1
+        is_outdated, self._is_outdated = self._is_outdated, False
+        return is_outdated
+
+    def _notice_resets(self) -> None:
+        """Before the first lookup of a step (an idle engine made none for long), and at its end."""
+        self._noticed_step = self._step
         if any(level.epoch_moved() for level in self.levels):
             self._log.warning("another engine dropped the shared cache; this one forgets it too")
             self._forget_all(raise_epoch=False)
-        self._step += 1
+            self._is_outdated = True
 
     def poll(self) -> None:
         """Book what the movers have finished. O(finished)."""
@@ -388,13 +418,17 @@ class Hierarchy:
                 self.pool.unpin(slot)
 
     def has_pending_work(self) -> bool:
-        """Whether the engine should keep stepping although it has no request."""
+        """Whether the engine should keep stepping although it has no request.
+
+        Not for what hangs in a tier, and what waits behind it: an idle engine costs nothing.
+        Whenever that ends, the next step books it.
+        """
         return bool(
-            len(self.restores)
-            or len(self.cascade)
-            or self._draining_until
-            or self._to_touch
+            self._draining_until
+            or self.touches
             or self.fresh.is_listing
+            or self.cascade.can_go_on
+            or any(level.transfers.has_news for level in self.levels)
         )
 
     # --- reset and close ----------------------------------------------------------------------
@@ -418,8 +452,8 @@ class Hierarchy:
 
     def _forget_all(self, *, raise_epoch: bool) -> None:
         self.cascade.clear_waiting()
-        self._to_touch.clear()
-        for request in list(self._holders.values()):
+        self.touches.clear()
+        for request in [*self._holders.values(), *self._hitters.values()]:
             self._let_go(request)
         for key, slot in list(self.pool.keys()):
             if self.pool.slots.states[slot] >= SlotState.READY:
@@ -452,6 +486,8 @@ class Hierarchy:
         for level in self.levels:
             level.close(deadline_s)
         self.poll()
+        while self.on_close:
+            self.on_close.pop()()
 
     def _flush(self, deadline_s: float) -> None:
         """Give chunks that are not yet copied down a last chance."""

@@ -87,6 +87,7 @@ class Request:
         "deadline_s",
         "denied",
         "finished",
+        "hits",
         "holds",
         "id",
         "limits",
@@ -111,6 +112,8 @@ class Request:
         self.step = -1
         self.walk_id: object = None
         self.walks: dict[object, Walk] = {}
+        self.hits: dict[int, ChunkKey] = {}
+        """Slots that lookups of this step said HIT for, and that nothing can have evicted since."""
         self.holds: dict[int, ChunkKey] = {}
         """Slots this request pinned because a lookup said HIT, or a promotion for it arrived."""
         self.loading: dict[ChunkKey, int] = {}

@@ -8,7 +8,7 @@ chunk sizes share the bytes. With one size class an extent is exactly one slot a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 from undercroft.errors import Bug, ConfigError
@@ -262,6 +262,17 @@ class Slots:
             if self.states[slot] == _READY:
                 self._num_ready_unpinned[self.class_of(slot)] -= 1
         self.pins[slot] += 1
+
+    def pin_all(self, slots: Iterable[int]) -> None:
+        """`pin` each of `slots`."""
+        states, pins, num_ready = self.states, self.pins, self._num_ready_unpinned
+        classes, stride = self._extent_class, self._stride
+        for slot in slots:
+            if not pins[slot]:
+                self.num_pinned += 1
+                if states[slot] == _READY:
+                    num_ready[classes[slot // stride]] -= 1
+            pins[slot] += 1
 
     def unpin(self, slot: int) -> int:
         """Take one pin away; returns how many are left."""

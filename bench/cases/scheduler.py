@@ -1,19 +1,15 @@
 """What the scheduler thread pays: ours beside stock vLLM's CPU offloading manager.
 
-    python bench/scheduler.py [--chunks 1000000] [--runs 3] [--json FILE]
-
 For both: fill, look up, load, evict and store again, with the oldest 10 % pinned by loads that do
-not end, in batches of 1, 64 and 1024 keys. Prints microseconds a key (median over batches), the
-worst single call in milliseconds, bytes of memory a chunk beyond its key, and a full garbage
-collection with and without the manager. Ours and stock run in turn, in processes of their own,
-`--runs` times each over the very same calls. What other processes and the hypervisor take from a
-call differs from run to run, what is the call's own comes back: a call counts with the shortest of
-its times, and the worst call is the longest of those. The worst of all single times stands beside.
+not end, in batches of 1, 64 and 1024 keys; processor time of the thread. Every measurement is a
+process of its own over the very same calls (fixed hash seed), so that the smallest worst call of
+all rounds is the calls' own, and not what other processes took. Ours does part of the work of a
+store or load later, in `finish` and `end_step`: rows that say `all` contain those.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import gc
 import hashlib
 import json
@@ -23,9 +19,12 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from harness import AGAIN, Goal, Options, Row, Side
 
 BATCHES = (1, 64, 1024)
 
@@ -133,16 +132,32 @@ class Stock:
 
 class Timer:
     def __init__(self) -> None:
-        self.calls_us: dict[str, list[float]] = defaultdict(list)
-        self.keys_a_call: dict[str, int] = {}
+        self.calls_s: dict[str, list[float]] = defaultdict(list)
+        self.num_keys: dict[str, int] = defaultdict(int)
 
     def __call__(self, name: str, count: int, call: Callable[..., Any], *args: Any) -> Any:
         start = time.thread_time()
         result = call(*args)
-        seconds = time.thread_time() - start
-        self.calls_us[name].append(round(seconds * 1e6, 1))
-        self.keys_a_call.setdefault(name, count)
+        self.calls_s[name].append(time.thread_time() - start)
+        self.num_keys[name] += count
         return result
+
+    def median_s(self, name: str) -> float:
+        """Seconds a key."""
+        calls = self.calls_s[name]
+        return statistics.median(calls) * len(calls) / self.num_keys[name]
+
+    def mean_s(self, name: str) -> float:
+        """Seconds a key."""
+        return sum(self.calls_s[name]) / self.num_keys[name]
+
+    def worst_s(self) -> float:
+        """The longest of single calls; a batch of lookups is many calls."""
+        return max(
+            max(calls)
+            for name, calls in self.calls_s.items()
+            if "lookup" not in name or name.startswith("b1 ")
+        )
 
 
 def rss_bytes() -> int:
@@ -152,12 +167,12 @@ def rss_bytes() -> int:
     return 0
 
 
-def full_gc_ms() -> float:
+def full_gc_s() -> float:
     times = []
     for _ in range(3):
         start = time.perf_counter()
         gc.collect()
-        times.append((time.perf_counter() - start) * 1e3)
+        times.append(time.perf_counter() - start)
     return min(times)
 
 
@@ -165,11 +180,10 @@ def store(side: Any, timer: Timer, label: str, keys: list[bytes], batch: int) ->
     for i in range(0, len(keys), batch):
         part = keys[i : i + batch]
         request = side.begin(f"{label}{i}")
-        accepted = timer(f"{label} prepare_store", len(part), side.prepare_store, part, request)
-        if accepted:
-            timer(f"{label} complete_store", len(part), side.complete_store, accepted, request)
+        accepted = timer(f"{label} prepare", len(part), side.prepare_store, part, request)
+        timer(f"{label} complete", len(part), side.complete_store, accepted, request)
         timer(f"{label} finish", len(part), side.finish, request)
-        timer("end_step", 1, side.end_step)
+        timer(f"{label} end_step", len(part), side.end_step)
 
 
 def load(side: Any, timer: Timer, label: str, keys: list[bytes], batch: int) -> None:
@@ -177,13 +191,13 @@ def load(side: Any, timer: Timer, label: str, keys: list[bytes], batch: int) -> 
         part = keys[i : i + batch]
         request = side.begin(f"{label}{i}")
         timer(f"{label} lookup hit", len(part), side.lookup, part, request)
-        timer(f"{label} prepare_load", len(part), side.prepare_load, part, request)
-        timer(f"{label} complete_load", len(part), side.complete_load, part, request)
+        timer(f"{label} prepare", len(part), side.prepare_load, part, request)
+        timer(f"{label} complete", len(part), side.complete_load, part, request)
         timer(f"{label} finish", len(part), side.finish, request)
-        timer("end_step", 1, side.end_step)
+        timer(f"{label} end_step", len(part), side.end_step)
 
 
-def measure(kind: str, policy: str, chunks: int) -> dict[str, Any]:
+def measure(kind: str, policy: str, chunks: int) -> dict[str, float]:
     make = Ours if kind == "ours" else Stock
     warm = make(64, policy)  # imports and first calls are not what is measured
     store(warm, Timer(), "warm", keys_from(0, 32), 8)
@@ -192,100 +206,135 @@ def measure(kind: str, policy: str, chunks: int) -> dict[str, Any]:
     absent = keys_from(4 * chunks, 65536)
     batches = {
         b: (
-            keys[chunks // 2 + i * 30000 :][: 30000 if b > 1 else 3000],
-            fresh[i * (chunks // 6) :][: chunks // 6 if b > 1 else 5000],
+            keys[chunks // 2 + i * chunks // 32 :][: chunks // 32 if b > 1 else chunks // 300],
+            fresh[i * (chunks // 6) :][: chunks // 6 if b > 1 else chunks // 200],
         )
         for i, b in enumerate(BATCHES)
     }
     gc.collect()
     gc.freeze()  # what the driver itself keeps is not for the collector to walk through
-    gc_before_ms, rss_before = full_gc_ms(), rss_bytes()
+    gc_before_s, rss_before = full_gc_s(), rss_bytes()
     side, timer = make(chunks, policy), Timer()
-    store(side, timer, "fill b1024", keys, 1024)
+    store(side, timer, "fill", keys, 1024)
     memory_per_chunk = (rss_bytes() - rss_before) / chunks
-    gc_after_ms = full_gc_ms()
+    gc_after_s = full_gc_s()
     for i in range(0, chunks // 10, 1024):
         holder = side.begin(f"holder{i}")
         side.lookup(keys[i : i + 1024], holder)
         timer("pin prepare_load", 1024, side.prepare_load, keys[i : i + 1024], holder)
     for batch, (some, _) in batches.items():
-        load(side, timer, f"b{batch}", some, batch)
+        load(side, timer, f"b{batch} load", some, batch)
         request = side.begin("absent")
         for j in range(0, 16384, batch):
             timer(f"b{batch} lookup miss", batch, side.lookup, absent[j : j + batch], request)
         side.finish(request)
     for batch, (_, new) in batches.items():
-        store(side, timer, f"b{batch} evict", new, batch)
+        store(side, timer, f"b{batch} store", new, batch)
     return {
-        "kind": kind,
-        "policy": policy,
-        "chunks": chunks,
-        "calls_us": timer.calls_us,
-        "keys_a_call": timer.keys_a_call,
-        "bytes_per_chunk": memory_per_chunk,
-        "full_gc_ms": [gc_before_ms, gc_after_ms],
+        **per_key(timer),
+        "worst call": timer.worst_s(),
+        "bytes a chunk": memory_per_chunk,
+        "full gc": gc_after_s - min(gc_before_s, gc_after_s),
     }
 
 
-def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs over the same calls as one."""
-    us_per_key, worst_ms, worst_single_ms = {}, {}, {}
-    for name, count in runs[0]["keys_a_call"].items():
-        best = [min(times) for times in zip(*(r["calls_us"][name] for r in runs), strict=True)]
-        us_per_key[name] = statistics.median(best) / count
-        worst_ms[name] = max(best) / 1e3
-        worst_single_ms[name] = max(max(r["calls_us"][name]) for r in runs) / 1e3
-    return {
-        "us_per_key": us_per_key,
-        "worst_ms": worst_ms,
-        "worst_single_ms": worst_single_ms,
-        "bytes_per_chunk": statistics.median(r["bytes_per_chunk"] for r in runs),
-        "full_gc_ms": [min(r["full_gc_ms"][i] for r in runs) for i in (0, 1)],
-    }
+def per_key(timer: Timer) -> dict[str, float]:
+    """Seconds a key: medians of what is one call, means of what is spread over several."""
+    found: dict[str, float] = {}
+    for b in BATCHES:
+        found[f"b{b} lookup hit"] = timer.median_s(f"b{b} load lookup hit")
+        found[f"b{b} lookup miss"] = timer.median_s(f"b{b} lookup miss")
+        for what in ("load", "store"):
+            calls = [f"b{b} {what} prepare", f"b{b} {what} complete"]
+            later = [f"b{b} {what} finish", f"b{b} {what} end_step"]
+            found[f"b{b} {what}"] = sum(map(timer.median_s, calls))
+            found[f"b{b} {what} all"] = sum(map(timer.mean_s, calls + later))
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--chunks", type=int, default=1_000_000)
-    parser.add_argument("--policy", default="lru", choices=["lru", "arc"])
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--only", choices=["ours", "stock"], help="one run, as JSON")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    if args.only:
-        print(json.dumps(measure(args.only, args.policy, args.chunks)))
-        return
-    runs: dict[str, list[dict[str, Any]]] = {"ours": [], "stock": []}
-    environ = {**os.environ, "PYTHONHASHSEED": "0"}  # the same calls, to the last rehash
-    for _ in range(args.runs):
-        for kind, found in runs.items():
-            command = [sys.executable, __file__, "--only", kind, "--policy", args.policy]
-            command += ["--chunks", str(args.chunks)]
-            run = subprocess.run(
-                command, check=True, stdout=subprocess.PIPE, text=True, env=environ
-            )
-            found.append(json.loads(run.stdout.splitlines()[-1]))
-    results = {kind: merged(found) for kind, found in runs.items()}
-    ours, stock = results["ours"], results["stock"]
-    print(f"{args.chunks} chunks, policy {args.policy}; us a key (worst call, ms)")
-    print(f"{'call':32} {'ours':>20} {'stock':>20} {'ratio':>7}")
-    for name, us in ours["us_per_key"].items():
-        other = stock["us_per_key"].get(name, float("nan"))
-        print(
-            f"{name:32} {us:10.2f} ({ours['worst_ms'][name]:7.2f}) {other:10.2f} "
-            f"({stock['worst_ms'].get(name, float('nan')):7.2f}) {us / other:7.2f}"
-        )
-    for kind, result in results.items():
-        before, after = result["full_gc_ms"]
-        print(
-            f"{kind}: worst call {max(result['worst_ms'].values()):.2f} ms "
-            f"(single time {max(result['worst_single_ms'].values()):.2f}), "
-            f"{result['bytes_per_chunk']:.0f} bytes a chunk, "
-            f"full collection {before:.1f} ms without, {after:.1f} ms with"
-        )
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+class Scheduler:
+    """The case."""
+
+    name = "scheduler"
+    about = "the scheduler thread's calls at many chunks, beside stock vLLM's manager"
+    rounds = 6
+    policy = "lru"
+
+    def rows(self, options: Options) -> Sequence[Row]:
+        del options
+        rows = []
+        for b in BATCHES:
+            for what, label in (
+                ("lookup hit", "lookup, hit"),
+                ("lookup miss", "lookup, miss"),
+                ("load", "load + complete"),
+                ("load all", "load, all of it"),
+                ("store", "store + complete, evicting"),
+                ("store all", "store, evicting, all of it"),
+            ):
+                cost = f"b{b} {what}"
+                goals = [] if "all" in what or "miss" in what else [Goal(least=2.0)]
+                rows.append(
+                    Row(
+                        f"{label}, {b} a batch",
+                        ("ours", cost),
+                        ("stock", cost),
+                        unit="us/key",
+                        scale=1e6,
+                        goals=goals,
+                    )
+                )
+        worst = [Goal(most=2.0)]
+        return [
+            *rows,
+            Row(
+                "worst single call (up to 1,024 keys)",
+                ("ours", "worst call"),
+                ("stock", "worst call"),
+                unit="ms",
+                scale=1e3,
+                best=True,
+                goals=worst,
+            ),
+            Row(
+                "memory beyond the key",
+                ("ours", "bytes a chunk"),
+                ("stock", "bytes a chunk"),
+                unit="B",
+                goals=[Goal(most=200)],
+            ),
+            Row(
+                "what a full garbage collection takes longer",
+                ("ours", "full gc"),
+                unit="ms",
+                scale=1e3,
+                best=True,
+                goals=[Goal(most=1.0)],
+            ),
+        ]
+
+    @contextlib.contextmanager
+    def sides(self, options: Options) -> Iterator[Mapping[str, Side]]:
+        chunks = min(options.chunks, 20_000) if options.quick else options.chunks
+        yield {
+            name: partial(self._run, name.removesuffix(AGAIN), chunks)
+            for name in ("ours", "stock", "ours" + AGAIN)
+        }
+
+    def _run(self, kind: str, chunks: int) -> dict[str, float]:
+        here = Path(__file__)
+        environ = {
+            **os.environ,
+            "PYTHONHASHSEED": "0",  # the same calls, to the last rehash
+            "PYTHONPATH": os.pathsep.join(
+                [str(here.parent.parent), os.environ.get("PYTHONPATH", "")]
+            ),
+        }
+        command = [sys.executable, str(here), kind, self.policy, str(chunks)]
+        run = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
+        found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
+        return found
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
