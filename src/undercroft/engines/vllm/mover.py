@@ -35,8 +35,8 @@ class Job(Generic[_Step]):
         is_store: Engine to slots; otherwise slots to engine.
         blocks: The engine blocks that it reads or writes.
         slots: The slots that it writes or reads.
-        steps: The work bit by bit. For a `Mover`, each step does some and gives the number of bytes;
-            for a `DeviceMover`, each gives something to be done.
+        steps: The work bit by bit. Each step does some and gives the number of bytes; for a
+            `DeviceMover`, each gives something to be done.
         on_failure: Told what went wrong, before the job is finished; must not raise.
     """
 

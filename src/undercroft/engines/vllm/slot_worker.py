@@ -284,8 +284,9 @@ class SlotWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
     def _store_parts(
         self, spec: GPULoadStoreSpec, slots: SlotSpec
     ) -> Iterator[tuple[GroupGeometry, BlockPlaces, int]]:
-        """Of each group with something to copy: where from and to, and how many blocks of its first
-        chunk are missing and to be zero.
+        """Of each group with something to copy: which blocks, and how many before them are missing.
+
+        The places of the missing ones, in the first chunk, are to be zero.
         """
         if not np.all(spec.block_ids):
             raise Bug(f"block {_NULL_BLOCK_ID} is nobody's, and was to be stored")
