@@ -215,12 +215,10 @@ class Storm:
                     self._write_later(block, self._bytes())
 
 
-def storms(num: int, make: Callable[..., Any] = DeviceMover) -> list[tuple[int, str]]:
-    """Run that many histories; the seeds that went wrong, and how."""
-    wrong = []
+def storms(num: int, make: Callable[..., Any] = DeviceMover) -> Iterator[tuple[int, str]]:
+    """Run up to that many histories; the seeds that went wrong, and how."""
     for seed in range(num):
         try:
             Storm(seed, make).run()
         except (AssertionError, KeyError) as error:
-            wrong.append((seed, repr(error)))
-    return wrong
+            yield seed, repr(error)
