@@ -18,7 +18,7 @@ from random import Random
 
 import numpy as np
 
-from undercroft.engines.vllm.device import Descriptors, Event, Stream
+from undercroft.engines.accelerator.device import Descriptors, Event, Stream
 
 __all__ = ["DeviceFault", "FakeDevice", "FakeEvent", "FakeStream", "StepClock"]
 

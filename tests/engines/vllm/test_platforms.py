@@ -65,6 +65,7 @@ def devices(monkeypatch: Any) -> list[FakeDevice]:
 
     monkeypatch.setattr(platforms, "TorchDevice", fake)
     monkeypatch.setattr(platforms, "EngineRegistrar", Driver)
+    monkeypatch.setattr(platforms, "operators_for", lambda _device, _pages: None)
     monkeypatch.setattr(platforms, "bind_thread", lambda _device: None)
     there = Platform(torch.device("cuda", 0), frozenset({0}))
     monkeypatch.setattr(platforms.Platform, "of", classmethod(lambda *_, **__: there))

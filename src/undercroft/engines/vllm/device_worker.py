@@ -15,9 +15,9 @@ from typing_extensions import override
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec
 
 from undercroft.clock import Clock, SystemClock
-from undercroft.engines.vllm.descriptors import copies
-from undercroft.engines.vllm.device import Device
-from undercroft.engines.vllm.device_mover import BATCH_COPIES, DeviceMover, DeviceWork
+from undercroft.engines.accelerator.descriptors import copies
+from undercroft.engines.accelerator.device import Device
+from undercroft.engines.accelerator.device_mover import BATCH_COPIES, DeviceMover, DeviceWork
 from undercroft.engines.vllm.slot_worker import (
     Reports,
     SlotWorker,

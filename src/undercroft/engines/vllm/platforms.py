@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from undercroft.clock import Clock
+from undercroft.engines.accelerator.numa import nodes_of_devices, place_near
+from undercroft.engines.accelerator.pinning import HostMemory, Pinning
+from undercroft.engines.accelerator.torch_device import DEVICE_TYPES, TorchDevice, bind_thread
 from undercroft.engines.vllm.device_worker import DeviceWorker
-from undercroft.engines.vllm.numa import nodes_of_devices, place_near
-from undercroft.engines.vllm.pinning import EngineRegistrar, HostMemory, Pinning
+from undercroft.engines.vllm.operators import EngineRegistrar, operators_for
 from undercroft.engines.vllm.slot_worker import Reports, SlotWorker, writable_bytes
-from undercroft.engines.vllm.torch_device import DEVICE_TYPES, TorchDevice, bind_thread
 from undercroft.engines.vllm.worker import CpuWorker
 from undercroft.errors import ConfigError
 
@@ -103,7 +104,7 @@ class Platform:
                 self.device,
                 tensors=[cache.tensor for cache in kv_caches.tensors],
                 region=slots,
-                page_bytes=sorted(pages),
+                operators=operators_for(self.device, pages),
                 pinning=pinning,
             )
             return DeviceWorker(

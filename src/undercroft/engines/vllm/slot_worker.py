@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from undercroft.clock import Clock
-from undercroft.engines.vllm.mover import Job
+from undercroft.engines.jobs import Job
 from undercroft.engines.vllm.transfer_spec import SlotSpec
 from undercroft.errors import Bug, KvError, LayoutMismatch
 from undercroft.layout.plan import (

@@ -31,12 +31,12 @@ from vllm.version import __version__ as vllm_version
 
 from undercroft.clock import SystemClock
 from undercroft.config import check_served, from_engine, to_json
+from undercroft.engines.accelerator.numa import prefer_nodes
 from undercroft.engines.assemble import Geometry, assemble, check_plugins, tokens_that_fit
 from undercroft.engines.vllm.facts import leave_facts, take_facts
 from undercroft.engines.vllm.log_lines import log_where_vllm_logs
 from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, group_key
 from undercroft.engines.vllm.metrics import metric_definitions
-from undercroft.engines.vllm.numa import prefer_nodes
 from undercroft.engines.vllm.platforms import Platform
 from undercroft.engines.vllm.slot_worker import Reports, chunk_payload_bytes
 from undercroft.engines.vllm.version import doubt

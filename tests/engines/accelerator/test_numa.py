@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from undercroft.engines.vllm import numa
-from undercroft.engines.vllm.numa import nodes_of_devices, place_near, prefer_nodes
+from undercroft.engines.accelerator import numa
+from undercroft.engines.accelerator.numa import nodes_of_devices, place_near, prefer_nodes
 
 
 class Module:

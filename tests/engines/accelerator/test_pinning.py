@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from undercroft.clock import SystemClock
-from undercroft.engines.vllm import pinning as module
-from undercroft.engines.vllm.pinning import HostMemory, Pinning
+from undercroft.engines.accelerator import pinning as module
+from undercroft.engines.accelerator.pinning import HostMemory, Pinning
 
 ADDRESS, PIECE = 1 << 20, 100
 
@@ -153,10 +153,3 @@ def test_a_driver_that_does_not_come_back_is_left_behind(monkeypatch: Any) -> No
     monkeypatch.setattr(module, "_STOP_S", 10.0)
     assert pinning.close()
     assert driver.held == {}
-
-
-def test_the_engines_own_registration_is_found() -> None:
-    """This vLLM has it; on its CPU build it registers nothing, and does no harm."""
-    registrar = module.EngineRegistrar()
-    assert registrar.register(ADDRESS, 100) is False
-    registrar.unregister(0)

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from undercroft.engines.vllm.descriptors import Copies
-from undercroft.engines.vllm.device_mover import DeviceMover, DeviceWork
-from undercroft.engines.vllm.mover import Job
+from undercroft.engines.accelerator.descriptors import Copies
+from undercroft.engines.accelerator.device_mover import DeviceMover, DeviceWork
+from undercroft.engines.jobs import Job
 from undercroft.testing.fake_device import FakeDevice, StepClock
 
 PAGE = 24

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from undercroft.clock import SystemClock
-from undercroft.engines.vllm import torch_device
-from undercroft.engines.vllm.pinning import HostMemory, Pinning
-from undercroft.engines.vllm.torch_device import TorchDevice, bind_thread
+from undercroft.engines.accelerator import torch_device
+from undercroft.engines.accelerator.pinning import HostMemory, Pinning
+from undercroft.engines.accelerator.torch_device import Operators, TorchDevice, bind_thread
 from undercroft.errors import Bug
 
 
@@ -52,23 +52,17 @@ def module(monkeypatch: Any) -> Module:
     return made
 
 
-@pytest.fixture
-def operator(module: Module) -> Any:
-    """vLLM's operator as its CUDA build declares it, by memmove."""
-    library = torch.library.Library("_C_cache_ops", "FRAGMENT")
-    library.define("swap_blocks_batch(Tensor src, Tensor dst, Tensor sizes, bool any) -> ()")
-    calls: list[Any] = []
+class Operator:
+    """Copies by memmove, and remembers how it was called."""
 
-    def swap(source: Any, target: Any, sizes: Any, in_any_order: bool) -> None:
-        assert source.dtype == target.dtype == sizes.dtype == torch.int64
-        calls.append((module.inside, len(sizes), in_any_order))
-        rows = zip(source.tolist(), target.tolist(), sizes.tolist(), strict=True)
-        for here, there, size in rows:
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.calls: list[Any] = []
+
+    def __call__(self, *tensors: Any, is_src_access_order_any: bool) -> None:
+        self.calls.append((self.module.inside, len(tensors[0]), is_src_access_order_any))
+        for here, there, size in zip(*(each.tolist() for each in tensors), strict=True):
             ctypes.memmove(there, here, size)
-
-    library.impl("swap_blocks_batch", swap, "CPU")
-    yield calls
-    library._destroy()
 
 
 @pytest.fixture
@@ -78,7 +72,7 @@ def memory() -> Any:
     return tensors, np.zeros(4096, np.uint8)
 
 
-def device_over(memory: Any, kind: str = "cuda", pages: Any = (64,)) -> TorchDevice:
+def device_over(memory: Any, kind: str = "cuda", **operators: Any) -> TorchDevice:
     tensors, region = memory
     pinning = Pinning(
         None,
@@ -87,7 +81,11 @@ def device_over(memory: Any, kind: str = "cuda", pages: Any = (64,)) -> TorchDev
         clock=SystemClock(),
     )
     return TorchDevice(
-        torch.device(kind, 0), tensors=tensors, region=region, page_bytes=pages, pinning=pinning
+        torch.device(kind, 0),
+        tensors=tensors,
+        region=region,
+        operators=Operators(**{"batch": None, **operators}),
+        pinning=pinning,
     )
 
 
@@ -124,17 +122,18 @@ def test_descriptors_have_the_type_that_the_operator_takes(module: Module, memor
 
 @pytest.mark.parametrize("to_device", [True, False])
 def test_the_engines_operator_copies_in_our_stream(
-    module: Module, operator: Any, memory: Any, to_device: bool
+    module: Module, memory: Any, to_device: bool
 ) -> None:
     """One call for the batch, inside the stream, with what was said about the order."""
-    device = device_over(memory)
+    operator = Operator(module)
+    device = device_over(memory, batch=operator)
     tensors, region = memory
     region[128:192], region[1024:1088] = 5, 6
     wanted = tensors[1][3].tolist(), tensors[0][7].tolist()
     batch = filled(device, memory, to_device=to_device)
     stream = device.new_stream()
     device.copy(stream, batch, 2, to_device=to_device, in_any_order=to_device)
-    assert operator == [(stream, 2, to_device)]
+    assert operator.calls == [(stream, 2, to_device)]
     if to_device:
         assert tensors[1][3].tolist() == [5] * 64
         assert tensors[0][7].tolist() == [6] * 64
@@ -142,12 +141,9 @@ def test_the_engines_operator_copies_in_our_stream(
         assert (region[128:192].tolist(), region[1024:1088].tolist()) == wanted
 
 
-def test_a_build_without_the_operator_copies_one_by_one(
-    module: Module, memory: Any, caplog: Any
-) -> None:
-    """By torch, in the stream; said once."""
+def test_a_build_without_the_operator_copies_one_by_one(module: Module, memory: Any) -> None:
+    """By torch, in the stream."""
     device = device_over(memory)
-    assert "no batched copy" in caplog.text
     tensors, region = memory
     batch = filled(device, memory, to_device=False)
     device.copy(device.new_stream(), batch, 2, to_device=False, in_any_order=False)
@@ -166,36 +162,23 @@ def test_an_address_that_is_nobodys_is_refused(module: Module, memory: Any) -> N
             device.copy_singly(device.new_stream(), batch, 2, to_device=False)
 
 
-def test_small_pages_go_by_the_kernel_only_where_it_may_read(
-    module: Module, operator: Any, memory: Any, monkeypatch: Any
-) -> None:
+def test_small_pages_go_by_the_kernel_only_where_it_may_read(module: Module, memory: Any) -> None:
     """Loads of whole words from registered memory; everything else by the operator."""
-    device = device_over(memory)
-    kernel: list[int] = []
-    device._kernel = lambda source, *_rest, **_more: kernel.append(len(source))
+    operator, kernel = Operator(module), Operator(module)
+    device = device_over(memory, batch=operator, small_loads=kernel)
     stream = device.new_stream()
     batch = filled(device, memory, to_device=True)
     device.copy(stream, batch, 2, to_device=True, in_any_order=True)
-    assert kernel == []  # not registered
+    assert len(operator.calls) == 1  # not registered
     device._pinning._pinned_bytes = 4096
     device.copy(stream, batch, 2, to_device=True, in_any_order=True)
-    assert kernel == [2]
+    assert kernel.calls == [(stream, 2, True)]
     batch.sizes[1] = 60
     device.copy(stream, batch, 2, to_device=True, in_any_order=True)  # not whole words
     batch = filled(device, memory, to_device=False)
     device.copy(stream, batch, 2, to_device=False, in_any_order=False)  # a store
-    assert kernel == [2]
-    assert len(operator) == 3
-
-
-def test_the_kernel_is_not_used_where_it_cannot_be(
-    module: Module, memory: Any, monkeypatch: Any
-) -> None:
-    """Not on XPU and ROCm, not for big pages, and not if it cannot be compiled, as here."""
-    assert device_over(memory, "xpu")._kernel is None
-    assert device_over(memory)._kernel is None
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert device_over(memory)._kernel is None
+    assert len(kernel.calls) == 1
+    assert len(operator.calls) == 3
 
 
 def test_after_closing_no_memory_is_held(module: Module, memory: Any) -> None:

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from undercroft.clock import Clock
-from undercroft.engines.vllm.descriptors import Copies
-from undercroft.engines.vllm.device import Descriptors, Device, Event, Stream
-from undercroft.engines.vllm.mover import Job
+from undercroft.engines.accelerator.descriptors import Copies
+from undercroft.engines.accelerator.device import Descriptors, Device, Event, Stream
+from undercroft.engines.jobs import Job
 from undercroft.errors import Bug, KvError
 from undercroft.log import SparingLog
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from undercroft.clock import Clock
 
-__all__ = ["PIECE_BYTES", "EngineRegistrar", "HostMemory", "Pinning", "Registrar"]
+__all__ = ["PIECE_BYTES", "HostMemory", "Pinning", "Registrar"]
 
 PIECE_BYTES = 128 << 20
 """Of one registration. The driver holds up other calls while it registers, so not much more. No
@@ -38,31 +38,6 @@ class Registrar(Protocol):
     def unregister(self, address: int) -> None:
         """Take back the registration that began at `address`."""
         ...
-
-
-class EngineRegistrar:
-    """vLLM's own, which knows the call of each platform, and leaves no error pending in the driver.
-
-    Raises:
-        ImportError: This vLLM has none.
-    """
-
-    def __init__(self) -> None:
-        from vllm.v1.kv_offload.cpu.host_register import (  # noqa: PLC0415 - loads the engine
-            host_register,
-            host_unregister,
-        )
-
-        self._register: Callable[[int, int], bool] = host_register
-        self._unregister: Callable[[int], None] = host_unregister
-
-    def register(self, address: int, num_bytes: int) -> bool:
-        """See `Registrar.register`."""
-        return bool(self._register(address, num_bytes))
-
-    def unregister(self, address: int) -> None:
-        """See `Registrar.unregister`."""
-        self._unregister(address)
 
 
 class HostMemory(NamedTuple):

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_storm import PAGE, Storm, storms
 
-from undercroft.engines.vllm import device_mover
-from undercroft.engines.vllm.descriptors import Copies
-from undercroft.engines.vllm.device_mover import GIVE_UP_S, STUCK_S, DeviceMover, DeviceWork
-from undercroft.engines.vllm.mover import Job
+from tests.engines.accelerator.device_storm import PAGE, Storm, storms
+from undercroft.engines.accelerator import device_mover
+from undercroft.engines.accelerator.descriptors import Copies
+from undercroft.engines.accelerator.device_mover import GIVE_UP_S, STUCK_S, DeviceMover, DeviceWork
+from undercroft.engines.jobs import Job
 from undercroft.errors import Bug, KvError
 from undercroft.testing.fake_device import DeviceFault, FakeDevice, StepClock
 

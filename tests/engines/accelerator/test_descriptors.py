@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from undercroft.engines.vllm.descriptors import copies
+from undercroft.engines.accelerator.descriptors import copies
 from undercroft.layout.plan import Fragments
 
 
