@@ -138,7 +138,7 @@ def test_a_worker_that_cannot_be_made_leaves_nothing_registered(devices: Any) ->
 
 
 def test_an_engine_on_a_device_gets_its_bytes_back(devices: Any) -> None:
-    """By way of the connector of vLLM: prompts stored, evicted from the engine, loaded, compared."""
+    """By way of the connector of vLLM: prompts stored, evicted there, loaded, compared."""
     with running({"host": "1MiB"}, num_blocks=40) as rig:
         for number in range(4):
             rig.run(prompt(number, 160))

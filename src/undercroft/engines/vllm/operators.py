@@ -1,8 +1,8 @@
 """What vLLM's build brings for its accelerator: copies of many pieces, and registered memory.
 
 Copies are made by `vllm._custom_ops.swap_blocks_batch`: one driver call on CUDA 12.8 and later, a
-loop of asynchronous copies elsewhere. Loads of small pages on CUDA are made by vLLM's Triton kernel,
-as in vLLM's own worker: a copy engine is slow below some 28 KiB apiece.
+loop of asynchronous copies elsewhere. Loads of small pages on CUDA are made by vLLM's Triton
+kernel, as in vLLM's own worker: a copy engine is slow below some 28 KiB apiece.
 """
 
 from __future__ import annotations
