@@ -12,6 +12,7 @@ from undercroft.admission.base import Admission
 from undercroft.clock import Clock
 from undercroft.errors import ConfigError, CorruptChunk, KvError, TierClosed, TierFull
 from undercroft.hierarchy.alarm import Alarm
+from undercroft.hierarchy.breaker import BreakerState
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
 from undercroft.hierarchy.follow import Follower
@@ -90,6 +91,7 @@ class Level:
         self._events = events
         self._write_deadline_s = write_deadline_s
         self._alarm = Alarm(tier.name, clock)
+        self._was_up = True
         self._policies = [make_policy(self._capacity_chunks(n)) for n in self._slot_bytes]
         self._ahead = [
             max(1, min(32, self._capacity_chunks(n) // 64)) if self._bounded else 0
@@ -101,7 +103,9 @@ class Level:
         self._free: dict[int, int] = {}
         self._num_writing = [0] * len(self._slot_bytes)
         self._num_deleting = [0] * len(self._slot_bytes)
-        self._epoch_seen = self._epochal.epoch() if self._epochal else 0
+        self._epoch_seen = self._epochal.epoch() if self._epochal else None
+        """What is offered now is for this epoch, and refused once there is another."""
+        self._must_raise = False
         self._raiser: threading.Thread | None = None
         self._stop = threading.Event()
         self._adopt(tier.evictable())
@@ -159,17 +163,22 @@ class Level:
         """Start writing `key`; returns the ticket, or None if it is not written (counted)."""
         size_class = self._class_of(key)
         if not self.usable:
-            self._decline("unavailable")
+            self._decline("unavailable", key)
             return None
-        if key in self._writing or self._indexed.has(key):
+        if key in self._writing:
+            if self._writing[key][1] != self._generation:
+                self._decline("before_reset")
+            return None
+        if self._indexed.has(key):
             return None
         if not self._admission.admit(key, len(data)):
-            self._decline("not_admitted")
+            self._decline("not_admitted", key)
             return None
         self.make_room(size_class, 1)
-        ticket = self.transfers.write(key, data, self._clock.now_s() + self._write_deadline_s)
+        deadline_s = self._clock.now_s() + self._write_deadline_s
+        ticket = self.transfers.write(key, data, deadline_s, self._epoch_seen)
         if ticket is None:
-            self._decline("backpressure")
+            self._decline("backpressure", key)
             return None
         self._writing[key] = (size_class, self._generation)
         self._num_writing[size_class] += 1
@@ -177,8 +186,9 @@ class Level:
             self._free[size_class] -= 1
         return ticket
 
-    def _decline(self, reason: str) -> None:
+    def _decline(self, reason: str, key: ChunkKey) -> None:
         self._counters.declined_chunks[self.name, reason] += 1
+        self._counters.note(self.name, "declined", reason, key)
 
     def make_room(self, size_class: int, num_chunks: int) -> None:
         """Delete the coldest chunks, so that `num_chunks` and a little more fit."""
@@ -192,6 +202,7 @@ class Level:
             self._num_deleting[size_class] += 1
             self._free[size_class] += 1
             self._counters.evicted_chunks[self.name] += 1
+            self._counters.note(self.name, "evicted", "capacity", key)
             self._events.add(self.name, key, removed=True)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
@@ -215,12 +226,21 @@ class Level:
             self._policies[size_class].on_drop(key)
             self._events.add(self.name, key, removed=True)
         self._alarm.see(error, self.transfers.breaker.state)
+        self._note_state(error)
         if error is not None:
             self._counters.dropped_chunks[self.name, drop_reason(error)] += 1
+            self._counters.note(self.name, "dropped", drop_reason(error), key)
             self._tell(done.op, error)
             if isinstance(error, TierFull):
                 self._free[size_class] = 0  # whatever it said before
                 self.make_room(size_class, 1)
+
+    def _note_state(self, error: KvError | None) -> None:
+        is_up = self.transfers.breaker.state is BreakerState.CLOSED
+        if is_up != self._was_up:
+            self._was_up = is_up
+            reason = drop_reason(error) if error is not None else "other"
+            self._counters.note(self.name, "up" if is_up else "down", reason)
 
     def _is_gone(self, done: Done) -> bool:
         """A read found nothing good, and the tier no longer says that there is something.
@@ -249,6 +269,9 @@ class Level:
         if error is not None:
             self._keep_evictable(key)
             return
+        if not done.outcome.num_bytes:
+            self._decline("before_reset", key)
+            return
         policy = self._policies[size_class]
         if key not in policy:
             policy.on_insert(key)
@@ -272,7 +295,7 @@ class Level:
     # --- epochs -------------------------------------------------------------------------------
 
     def epoch_moved(self) -> bool:
-        """Whether another process raised the epoch since this level last looked."""
+        """Whether another process raised the epoch since this level was last made void."""
         if self._epochal is None or self._raiser is not None:
             return False
         return self._epochal.epoch() != self._epoch_seen
@@ -284,13 +307,22 @@ class Level:
         waits for that.
         """
         self._generation += 1
+        self._counters.note(self.name, "reset", "other")
+        before = self._epoch_seen
+        if self._epochal is not None:
+            self._epoch_seen = self._epochal.epoch()
         self.transfers.cancel_queued()
         for policy in self._policies:
             for key in list(policy.victims()):
                 policy.on_drop(key)
                 self._events.add(self.name, key, removed=True)
+        self._must_raise |= raise_epoch
+        if self._epoch_seen != before and not self._must_raise:
+            return  # the tier serves nothing of before, and takes nothing that is for it
         self._raiser = threading.Thread(
-            target=self._raise_epoch, args=(raise_epoch,), name=f"undercroft-{self.name}-epoch"
+            target=self._run_raiser,
+            args=(self._generation,),
+            name=f"undercroft-{self.name}-epoch",
         )
         self._raiser.daemon = True
         self._raiser.start()
@@ -302,13 +334,14 @@ class Level:
         self._raiser.join(timeout_s)
         return not self._raiser.is_alive()
 
-    def _raise_epoch(self, raise_epoch: bool) -> None:  # noqa: FBT001 - thread target
-        # A write that began before the reset may still run and would be stamped with the epoch it
-        # sees: wait for it first. If it hangs, raise at once for durability and again afterwards.
-        drained = self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
-        while not self._stop.is_set():
+    def _run_raiser(self, generation: int) -> None:
+        # A write that is under way is refused if it comes into a new epoch. Without one it has to
+        # be waited for. If it hangs, make void at once, and again when it is out.
+        is_refused = self._epochal is not None and self._must_raise
+        drained = is_refused or self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
+        while not self._stop.is_set() and generation == self._generation:
             try:
-                self._make_void(raise_epoch=raise_epoch)
+                self._make_void(generation)
             except Exception as error:  # noqa: BLE001 - a stranger's tier may raise anything
                 self._log.warning("tier %s: the epoch cannot be raised yet: %s", self.name, error)
                 self._stop.wait(_RAISE_RETRY_S)
@@ -318,15 +351,15 @@ class Level:
             while not (drained or self._stop.is_set()):
                 drained = self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
 
-    def _make_void(self, *, raise_epoch: bool) -> None:
-        if self._epochal is not None:
-            if raise_epoch:
-                self._epochal.raise_epoch()
-            self._epoch_seen = self._epochal.epoch()
-        if self._epochal is None or not raise_epoch:
-            # Without an epoch of our own: what we wrote before we knew of the other's.
-            for key, _ in list(self._indexed.evictable()):
-                self.tier.delete(key)
+    def _make_void(self, generation: int) -> None:
+        if self._epochal is not None and self._must_raise:
+            raised = self._epochal.raise_epoch()
+            if generation == self._generation:
+                self._epoch_seen, self._must_raise = raised, False
+            return
+        # No new epoch here, but perhaps in a level beside: what we wrote is from before.
+        for key, _ in list(self._indexed.evictable()):
+            self.tier.delete(key)
 
     def close(self, deadline_s: float) -> None:
         """Stop the movers and close the tier, bounded even if the tier hangs."""
