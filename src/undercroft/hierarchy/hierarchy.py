@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 from undercroft.clock import Clock
 from undercroft.errors import Bug
+from undercroft.hierarchy.ahead import Ahead
 from undercroft.hierarchy.cascade import Cascade
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
+from undercroft.hierarchy.failed_loads import drop_failed
 from undercroft.hierarchy.fresh import Fresh
 from undercroft.hierarchy.level import Level
 from undercroft.hierarchy.outcome import Op
@@ -118,6 +120,7 @@ class Hierarchy:
             on_arrival=lambda key: self.events.add(LEVEL_0, key, removed=False),
             counters=counters,
         )
+        self.ahead = Ahead(self.pool, self.restores)
         self.cascade = Cascade(
             self.pool,
             self.levels,
@@ -290,6 +293,13 @@ class Hierarchy:
             self._loaders.pop(request.id, None)
             self._touch_if_over(request)
 
+    def fail_load(self, request_id: str, offsets: Container[int]) -> None:
+        """What is in the slots at `offsets` did not reach the engine; `complete_load` follows."""
+        request = self._loaders.get(request_id)
+        if request is not None:
+            told = (self.counters, self.events)
+            self._num_loading -= drop_failed(request, offsets, self.pool, self.fresh, told)
+
     # --- stores -------------------------------------------------------------------------------
 
     def prepare_store(self, keys: Sequence[ChunkKey], request: Request) -> StorePlan:
@@ -380,6 +390,7 @@ class Hierarchy:
         self.fresh.advance_step()
         self.restores.refresh()
         self.restores.admit(self._step, now_s)
+        self.ahead.start(now_s)
         self._touch_below()
         self.cascade.submit()
         for request in list(self._holders.values()):

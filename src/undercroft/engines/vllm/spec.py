@@ -101,6 +101,10 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
         ConfigError: The settings or the engine's configuration cannot work; one line says why.
     """
 
+    _manager_class: type[UndercroftManager] = UndercroftManager
+    _tells_failed_loads = False
+    """Whether somebody asks the worker which loads failed; stock's connector does not."""
+
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         log_where_vllm_logs()
@@ -146,10 +150,12 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             clock=self._clock,
         )
         if self._engine.config.parallel.rank == 0:
-            leave_facts(region.buffer)
-        return _RegionWorker(
+            self._leave_facts(region)
+        worker = _RegionWorker(
             kv_caches, region, self.blocks_per_chunk, self._settings.join_deadline_s, self._clock
         )
+        worker.tells_failed_loads = self._tells_failed_loads
+        return worker
 
     # --- the scheduler ------------------------------------------------------------------------
 
@@ -172,7 +178,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             hierarchy = assemble(
                 settings,
                 geometry,
-                namespace=self._namespace(geometry, take_facts(region.buffer)),
+                namespace=self._namespace(geometry, self._model_facts(region)),
                 buffer=region.buffer,
                 clock=self._clock,
                 num_replicas=config.parallel.data_parallel_size,
@@ -188,7 +194,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             tokens_that_fit(geometry, settings.host_bytes),
         )
         slots = hierarchy.pool.slots
-        return UndercroftManager(
+        return self._manager_class(
             hierarchy,
             group_ids=[group.group_id for group in config.groups],
             close=region.close,
@@ -198,6 +204,14 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             },
             reset_s=settings.drain_deadline_s,
         )
+
+    # Stock's connector shows a spec the model's name and dtype only: the workers know the rest.
+
+    def _leave_facts(self, region: Region) -> None:
+        leave_facts(region.buffer)
+
+    def _model_facts(self, region: Region) -> Mapping[str, Any]:
+        return take_facts(region.buffer)
 
     def _geometry(self, region: Region) -> Geometry:
         config = self._engine.config

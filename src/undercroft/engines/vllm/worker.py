@@ -6,14 +6,15 @@ targets of a submitted load.
 
 Failures. The engine has no word for a failed job: it asserts success. A store that fails is
 acknowledged, and reported through `report_failed`, so that its chunks are never served. A load that
-fails is tried once more, page by page; if that fails too, its blocks hold nobody knows what, and
-`get_finished` raises rather than let the engine compute on them.
+fails is tried once more, chunk by chunk and page by page; the blocks of a chunk that fails again
+hold nobody knows what. Whoever sets `tells_failed_loads` asks for them after each `get_finished`,
+and keeps the engine from computing on them; otherwise `get_finished` raises.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -84,6 +85,14 @@ def chunk_payload_bytes(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> 
     return tuple(group.payload_bytes for group in group_geometries(kv_caches, blocks_per_chunk))
 
 
+class _NotLoaded(KvError):
+    """Some chunks of a load could not be copied; the others were."""
+
+    def __init__(self, slots: Collection[int], num_chunks: int, first: Exception) -> None:
+        super().__init__(f"{len(slots)} of {num_chunks} chunks were not copied; first: {first}")
+        self.slots = tuple(slots)
+
+
 class CpuWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
     """Copies KV between this rank's engine blocks and the host slots in `region`.
 
@@ -126,6 +135,9 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
         self._region = Span.of(slots)
         self._report_failed = report_failed
         self._report_partial = report_partial
+        self.tells_failed_loads = False
+        """Whether the caller takes the failed loads; see the module."""
+        self._failed_loads: dict[int, tuple[int, ...]] = {}
         clock = clock or SystemClock()
         self._log = SparingLog(_LOG, clock)
         self._mover = Mover(clock)
@@ -166,13 +178,17 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
     def get_finished(self) -> list[TransferResult]:
         finished = self._mover.take_finished()
         for index, job in enumerate(finished):
-            if job.error is not None and not job.is_store:
+            if job.error is None or job.is_store:
+                continue
+            if not self.tells_failed_loads:
                 self._mover.give_back(finished[:index] + finished[index + 1 :])
                 raise KvError(
                     f"load job {job.job_id} of {len(job.slots)} chunks could not be copied "
                     f"into engine blocks: {job.error}. The engine cannot be told that a load "
                     "failed, and must not compute on its blocks: restart it, and report this"
                 ) from job.error
+            failed = job.error.slots if isinstance(job.error, _NotLoaded) else tuple(job.slots)
+            self._failed_loads[job.job_id] = failed
         return [
             TransferResult(
                 job_id=job.job_id,
@@ -182,6 +198,15 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
             )
             for job in finished
         ]
+
+    def take_failed_loads(self) -> dict[int, tuple[int, ...]]:
+        """Loads that the last `get_finished` gave although they failed, each exactly once.
+
+        Returns:
+            By job, the offsets of the slots whose chunks are not in the engine's blocks.
+        """
+        failed, self._failed_loads = self._failed_loads, {}
+        return failed
 
     @override
     def wait(self, job_ids: set[int]) -> None:
@@ -240,22 +265,44 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
 
     def _load_steps(self, job_id: int, spec: GPULoadStoreSpec, slots: SlotSpec) -> Iterator[int]:
         try:
-            yield from self._load_with(copy_pages, spec, slots)
+            yield from self._load_with(copy_pages, self._load_places(spec, slots))
         except Exception:  # noqa: BLE001 - any failure of the fast way: try the plain one
             self._log.warning(
                 "load job %d failed, trying again page by page", job_id, with_traceback=True
             )
-            yield from self._load_with(copy_pages_singly, spec, slots)
+            yield from self._load_chunk_by_chunk(spec, slots)
 
-    def _load_with(self, copy: _Copy, spec: GPULoadStoreSpec, slots: SlotSpec) -> Iterator[int]:
+    def _load_chunk_by_chunk(self, spec: GPULoadStoreSpec, slots: SlotSpec) -> Iterator[int]:
+        """The plain way: what fails is named, and keeps nothing else from being copied."""
+        failed: dict[int, Exception] = {}
+        for group, places in self._load_places(spec, slots):
+            for offset in dict.fromkeys(places.slot_offsets.tolist()):
+                of_chunk = places.slot_offsets == offset
+                chunk = BlockPlaces(*(values[of_chunk] for values in places))
+                try:
+                    yield from self._load_with(copy_pages_singly, iter([(group, chunk)]))
+                except Exception as error:  # noqa: BLE001 - whatever it is: one chunk is lost
+                    failed[offset] = error
+        if failed:
+            first = next(iter(failed.values()))
+            raise _NotLoaded(failed, len(slots.offsets), first) from first
+
+    def _load_places(
+        self, spec: GPULoadStoreSpec, slots: SlotSpec
+    ) -> Iterator[tuple[GroupGeometry, BlockPlaces]]:
         for part in self._parts(spec, slots):
             bpc = part.group.blocks_per_chunk
             position = pair_load(len(part.block_ids), part.first_index, len(part.slot_offsets), bpc)
             places = place(part.block_ids, part.slot_offsets, position, bpc)
             # The null block stands for blocks that this request never reads.
             real = part.block_ids != _NULL_BLOCK_ID
-            places = BlockPlaces(*(values[real] for values in places))
-            for pages in fragments(part.group, self._tensors, places, self._region.num_bytes):
+            yield part.group, BlockPlaces(*(values[real] for values in places))
+
+    def _load_with(
+        self, copy: _Copy, groups: Iterator[tuple[GroupGeometry, BlockPlaces]]
+    ) -> Iterator[int]:
+        for group, places in groups:
+            for pages in fragments(group, self._tensors, places, self._region.num_bytes):
                 yield from copy(
                     self._engine, pages.engine, self._region, pages.region, pages.page_bytes
                 )
