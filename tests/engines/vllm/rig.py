@@ -129,7 +129,9 @@ class Rig:
         """Below the manager."""
         return self.manager.hierarchy
 
-    def submit(self, tokens: Any, *, num_decode: int = 0, **params: Any) -> Job:
+    def submit(
+        self, tokens: Any, *, num_decode: int = 0, adapter: Any = None, **params: Any
+    ) -> Job:
         """Queue a prompt; `params` become its `kv_transfer_params`."""
         self._count += 1
         sampling = SamplingParams(max_tokens=max(1, num_decode))
@@ -140,6 +142,7 @@ class Rig:
             list(tokens),
             sampling,
             None,
+            lora_request=adapter,
             block_hasher=self.hasher,
         )
         job = Job(request, [[] for _ in self.groups], self.version)

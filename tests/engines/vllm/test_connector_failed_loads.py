@@ -4,7 +4,6 @@ import pytest
 from managers import disk
 from rig import running
 from shapes import TOKENS_PER_BLOCK, Group, prompt
-
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from tests.engines.vllm.lab.failing import FailingCopies

@@ -28,7 +28,8 @@ _MAGIC = b"\xffUCLoRA1"
 """In front of every tag; a block hash begins like this once in 2^64."""
 _DIGEST_BYTES = 16
 _TAG_BYTES = len(_MAGIC) + _DIGEST_BYTES
-_MAX_KNOWN = 4096
+_MAX_KNOWN = 65536
+"""Adapter ids of one engine; nothing is kept for more."""
 
 _Signature = tuple[tuple[str, int, int, int], ...]
 
@@ -63,7 +64,6 @@ class AdapterTag:
 
 @dataclass(slots=True)
 class _Known:
-    path: str
     signature: _Signature
     tag: AdapterTag
 
@@ -88,27 +88,36 @@ class Adapters:
     def tag(self, adapter_id: int, name: str, path: str) -> AdapterTag:
         """The tag for a request that comes now.
 
-        Cost: one look at the folder; at the first request of an adapter a read of its files, whole
-        up to 64 MiB.
+        Cost: one look at the folder; a read of its files, whole up to 64 MiB, at the first request
+        of an adapter and when its files were touched.
         """
-        signature = _signature(path)
         known = self._known.get(adapter_id)
         if known is None:
-            digest = self._fingerprint(path, self._environ)
-            is_sure = signature == _signature(path)
-            tag = AdapterTag(_MAGIC + _digest(digest), is_sure)
-            if len(self._known) >= _MAX_KNOWN:
-                del self._known[next(iter(self._known))]
-            self._known[adapter_id] = _Known(path, signature, tag)
-            return tag
-        if known.tag.is_sure and (known.path, known.signature) != (path, signature):
+            known = self._read(path)
+            if len(self._known) == _MAX_KNOWN:
+                known.tag.is_sure = False
+                return known.tag
+            self._known[adapter_id] = known
+        elif known.tag.is_sure and known.signature != _signature(path):
+            again = self._read(path)
+            known.signature = again.signature
+            known.tag.is_sure = again.tag.is_sure and again.tag.value == known.tag.value
+        else:
+            return known.tag
+        if not known.tag.is_sure:
             _LOG.warning(
                 "the files of adapter %s changed while it was in use: which content the engine "
                 "has is not known, so nothing is kept for it until it is loaded under another id",
                 name,
             )
-            known.tag.is_sure = False
         return known.tag
+
+    def _read(self, path: str) -> _Known:
+        before = _signature(path)
+        content = self._fingerprint(path, self._environ)
+        after = _signature(path)
+        digest = hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
+        return _Known(after, AdapterTag(_MAGIC + digest, is_sure=before == after))
 
 
 def _fingerprint(path: str, environ: Mapping[str, str]) -> str:
@@ -116,10 +125,6 @@ def _fingerprint(path: str, environ: Mapping[str, str]) -> str:
     if found.note:
         _LOG.warning("adapter: %s", found.note)
     return f"{found.kind} {found.value}"
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def _signature(path: str) -> _Signature:

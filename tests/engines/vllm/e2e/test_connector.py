@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm.e2e.conftest import Plain, assert_same, offload, one_by_one, total
+from tests.engines.vllm.lab import adapters
 from tests.engines.vllm.lab.engine import BLOCK_TOKENS, Engine, Nursery, prompt
 
 PROMPTS = [prompt(650, seed=1), prompt(330, seed=3, shared=320), prompt(1000, seed=4)]
@@ -14,7 +15,7 @@ WHOLE_BLOCKS = [len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS for tokens in PROMPTS
 
 def connected(nursery: Nursery, disk: Path | None = None, **more: Any) -> Engine:
     """An engine set up as the docs say, without spec_name and spec_module_path."""
-    settings = offload(disk, **more)
+    settings = offload(disk)
     del settings["spec_name"], settings["spec_module_path"]
     transfer = {
         "kv_connector": "UndercroftConnector",
@@ -22,7 +23,7 @@ def connected(nursery: Nursery, disk: Path | None = None, **more: Any) -> Engine
         "kv_role": "kv_both",
         "kv_connector_extra_config": settings,
     }
-    return nursery.engine("llama", None, kv_transfer_config=transfer)
+    return nursery.engine("llama", None, kv_transfer_config=transfer, **more)
 
 
 def test_one_key_space_with_the_plain_spec(nursery: Nursery, plain: Plain, tmp_path: Path) -> None:
@@ -111,3 +112,38 @@ def test_a_burst_on_loads_that_fail(nursery: Nursery, plain: Plain) -> None:
     engine.reset()
     assert_same(engine.generate(prompts), expected)
     engine.close()
+
+
+def test_an_adapter_overwritten_in_place(nursery: Nursery, tmp_path: Path) -> None:
+    """After a restart nothing of its old content is found; with the old files back, all is."""
+    folder = tmp_path / "adapter"
+    question = {"prompt": PROMPTS[0], "path": str(folder)}
+    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+
+    def ask(engine: Engine, adapter_id: int = 1) -> tuple[list[int], int]:
+        answer = engine.inside("adapters:ask", adapter_id=adapter_id, **question)
+        return answer["tokens"], answer["external_tokens"]
+
+    adapters.make(folder, seed=1)
+    first = connected(nursery, tmp_path / "kv", **lora)
+    old_answer, hits = ask(first)
+    assert hits == 0
+    first.settle()
+    first.reset()
+    assert ask(first) == (old_answer, WHOLE_BLOCKS[0])
+    first.close()
+
+    adapters.make(folder, seed=2)
+    second = connected(nursery, tmp_path / "kv", **lora)
+    new_answer, hits = ask(second)
+    assert hits == 0
+    assert new_answer != old_answer
+    second.settle()
+    second.reset()
+    assert ask(second) == (new_answer, WHOLE_BLOCKS[0])
+    adapters.make(folder, seed=1)
+    second.reset()
+    assert ask(second)[1] == 0, "the engine may still compute with the new files"
+    second.reset()
+    assert ask(second, adapter_id=2) == (old_answer, WHOLE_BLOCKS[0])
+    second.close()
