@@ -37,7 +37,7 @@ class Ahead:
         return scout
 
     def finds(self, key: ChunkKey, scout: Request, walk_id: object) -> bool:
-        """Whether any level has the chunk of `key`; noted for `start`."""
+        """Whether any level has the chunk of `key`; noted for `admit`."""
         slot = self._pool.find(key)
         if slot >= 0:
             ready = self._pool.slots.states[slot] >= SlotState.READY
@@ -47,11 +47,9 @@ class Ahead:
         scout.walk(walk_id).note(key, Answer.BELOW if found else Answer.MISS)
         return found
 
-    def start(self, now_s: float) -> None:
-        """Begin the reads of this step's scouts, whole or not at all.
-
-        After the step's own restores were admitted: those who wait now come first.
-        """
+    def admit(self, step: int, now_s: float) -> None:
+        """Admit the restores of those who wait now, then begin the reads of this step's scouts."""
+        self._restores.admit(step, now_s)
         scouts, self._scouts = self._scouts, []
         for scout in scouts:
             self._restores.read_ahead(scout, now_s)

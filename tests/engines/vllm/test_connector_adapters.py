@@ -8,7 +8,9 @@ from managers import disk
 from rig import running
 from shapes import Group, prompt
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.request import Request
 
 from undercroft.engines.vllm import UndercroftConnector
 from undercroft.engines.vllm.adapters import Adapters, untagged
@@ -126,6 +128,21 @@ def test_an_abort_while_its_chunks_are_on_their_way(tmp_path, adapter):
         assert rig.hierarchy.pool.slots.num_pinned == len(list(rig.hierarchy.fresh.kept_slots()))
         assert not rig.manager.is_off
         assert rig.run([*prompt(1, TOKENS), 1], adapter=adapter(None)).num_hit_tokens == TOKENS
+
+
+def test_a_salt_and_an_adapter_of_one_name_share_nothing(adapter):
+    """The engine's hashes say which of both a name is; so every level tells them apart."""
+    with connected() as rig:
+        job = rig.run(prompt(1, TOKENS), adapter=adapter(b"a"))
+        salted = Request(
+            "salted",
+            prompt(1, TOKENS),
+            SamplingParams(max_tokens=1),
+            None,
+            cache_salt="helpful",
+            block_hasher=rig.hasher,
+        )
+        assert not {*job.request.block_hashes} & {*salted.block_hashes}
 
 
 # --- tags -------------------------------------------------------------------------------------

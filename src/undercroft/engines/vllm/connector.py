@@ -221,14 +221,14 @@ class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped 
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._forget(request)
-        return super().request_finished(request, block_ids)  # type: ignore[no-any-return]
+        return super().request_finished(request, block_ids)  # type: ignore[no-any-return] # untyped here
 
     @override
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._forget(request)
-        return super().request_finished_all_groups(request, block_ids)  # type: ignore[no-any-return]
+        return super().request_finished_all_groups(request, block_ids)  # type: ignore[no-any-return] # untyped here
 
     def _forget(self, request: Request) -> None:
         self._leave_queue(request)

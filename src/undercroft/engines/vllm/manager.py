@@ -237,9 +237,10 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     @_safe(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._refresh()
+        if self.hierarchy.end_step(context.new_req_ids):
+            self._distrust()
         if self._outdated:
             self._trust_again(context)
-        self.hierarchy.end_step(context.new_req_ids)
 
     @override
     @_safe(lambda: False)
