@@ -91,6 +91,7 @@ class _NotLoaded(KvError):
     def __init__(self, slots: Collection[int], num_chunks: int, first: Exception) -> None:
         super().__init__(f"{len(slots)} of {num_chunks} chunks were not copied; first: {first}")
         self.slots = tuple(slots)
+        self.first = first
 
 
 class CpuWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
@@ -186,7 +187,7 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
                     f"load job {job.job_id} of {len(job.slots)} chunks could not be copied "
                     f"into engine blocks: {job.error}. The engine cannot be told that a load "
                     "failed, and must not compute on its blocks: restart it, and report this"
-                ) from job.error
+                ) from (job.error.first if isinstance(job.error, _NotLoaded) else job.error)
             failed = job.error.slots if isinstance(job.error, _NotLoaded) else tuple(job.slots)
             self._failed_loads[job.job_id] = failed
         return [
