@@ -10,7 +10,6 @@ from tests.hierarchy.worlds import World, make_world
 
 from undercroft.keys import ChunkKey
 from undercroft.testing.mini_engine import chunk_key
-from undercroft.tiers.checked import Checked
 from undercroft.tiers.memory import MemoryTier
 
 
@@ -21,7 +20,7 @@ def keys_of(label: str, count: int) -> list[ChunkKey]:
 @pytest.fixture
 def world() -> Iterator[World]:
     """16 slots; prefixes a, b, c of 8 chunks are below, and host memory holds others."""
-    made = make_world(16, [Checked(MemoryTier("below", 1 << 24))])
+    made = make_world(16, [MemoryTier(1 << 24, name="below")])
     for label in ("a", "b", "c", "x", "y"):
         made.engine.run(keys_of(label, 8))
         made.wait_for_tiers()

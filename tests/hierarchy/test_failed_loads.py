@@ -59,10 +59,12 @@ def test_what_failed_is_dropped_while_its_storer_and_another_loader_go_on(world:
     found = [hierarchy.lookup(key, Request("three")) for key in KEYS]
     assert found == [Lookup.HIT] * 2 + [Lookup.MISS] * 2 + [Lookup.HIT] * 4
 
-    # The slots are handed out again before the storer's chunks are listed.
+    # The readers end, and the slots are handed out again before the storer's chunks are listed.
+    hierarchy.finish_request(one)
+    hierarchy.finish_request(two)
     other = Request("other")
     store(world, [chunk_key(f"b{i}") for i in range(10)], other)
-    for request in (storer, one, two, other):
+    for request in (storer, other):
         hierarchy.finish_request(request)
         check_all(hierarchy)
     for _ in range(12):
