@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from undercroft.hierarchy.history import Note, note_nothing
+
 __all__ = ["Counters"]
 
 
-@dataclass(slots=True)
+@dataclass
 class Counters:
     """Totals since start. Keys of the `Counter`s are reasons or level names, unless it is said."""
 
@@ -30,3 +32,8 @@ class Counters:
     """By (level, reason)."""
     resets: int = 0
     broken_invariants: int = 0
+
+    def __post_init__(self) -> None:
+        self.note: Note = note_nothing
+        """Told of single chunks, for `undercroft explain`; does nothing unless a history is kept.
+        Not a field: it is no number."""

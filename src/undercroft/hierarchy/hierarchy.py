@@ -91,6 +91,8 @@ class Hierarchy:
         self._states = self.pool.slots.states
         self._buffer = buffer
         self._clock = clock
+        self.on_close: list[Callable[[], None]] = []
+        """Called once, last thing when this closes."""
         self._log = SparingLog(_LOG, clock)
         self._limits = limits
         self._step = 0
@@ -187,6 +189,8 @@ class Hierarchy:
 
     def _miss(self, key: ChunkKey, request: Request, walk_id: object, reason: str) -> Lookup:
         self.counters.lookup_misses[reason] += 1
+        if reason != "absent":
+            self.counters.note(LEVEL_0, "missed", reason, key)
         request.walk(walk_id).note(key, Answer.MISS)
         return Lookup.MISS
 
@@ -240,6 +244,8 @@ class Hierarchy:
         for slot in slots:
             if request.holds.pop(slot, None) is not None:
                 self.pool.unpin(slot)
+        if not request.holds:
+            self._holders.pop(request.id, None)
 
     def _let_go(self, request: Request) -> None:
         self._forget_hits(request)
@@ -489,6 +495,8 @@ class Hierarchy:
         for level in self.levels:
             level.close(deadline_s)
         self.poll()
+        while self.on_close:
+            self.on_close.pop()()
 
     def _flush(self, deadline_s: float) -> None:
         """Give chunks that are not yet copied down a last chance."""
