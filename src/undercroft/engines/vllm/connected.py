@@ -151,7 +151,7 @@ class ConnectedManager(UndercroftManager):
     @_safe(lambda: None)
     def fail_load(self, request_id: str, offsets: Collection[int]) -> None:
         """The chunks in the slots at `offsets` did not reach the engine's blocks."""
-        self.hierarchy.fail_load(request_id, offsets)
+        self.hierarchy.loads.fail(request_id, offsets)
 
 
 class ConnectedSpec(UndercroftSpec):
