@@ -38,7 +38,7 @@ from undercroft.engines.vllm.log_lines import log_where_vllm_logs
 from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, group_key
 from undercroft.engines.vllm.metrics import metric_definitions
 from undercroft.engines.vllm.platforms import Platform
-from undercroft.engines.vllm.slot_worker import Reports, chunk_payload_bytes
+from undercroft.engines.vllm.slot_worker import Reports, SlotWorker, chunk_payload_bytes
 from undercroft.engines.vllm.version import doubt
 from undercroft.hierarchy.hierarchy import failed_chunk
 from undercroft.hierarchy.region import Region, RegionConfig
@@ -58,7 +58,7 @@ _KV_FORMAT = 1
 class _RegionWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
     """A worker, and this rank's seat in the region, which it leaves last."""
 
-    def __init__(self, worker: OffloadingWorker, seat: Region, join_deadline_s: float) -> None:
+    def __init__(self, worker: SlotWorker, seat: Region, join_deadline_s: float) -> None:
         self._worker = worker
         self._seat: Region | None = seat
         self._join_deadline_s = join_deadline_s
@@ -81,6 +81,10 @@ class _RegionWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
     def get_finished(self) -> list[TransferResult]:
         finished: list[TransferResult] = self._worker.get_finished()
         return finished
+
+    def take_failed_loads(self) -> dict[int, tuple[int, ...]]:
+        """See `SlotWorker.take_failed_loads`."""
+        return self._worker.take_failed_loads()
 
     @override
     def wait(self, job_ids: set[int]) -> None:
@@ -107,6 +111,10 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
     Raises:
         ConfigError: The settings or the engine's configuration cannot work; one line says why.
     """
+
+    _manager_class: type[UndercroftManager] = UndercroftManager
+    _tells_failed_loads = False
+    """Whether somebody asks the worker which loads failed; stock's connector does not."""
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -157,7 +165,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             )
         try:
             if config.parallel.rank == 0:
-                leave_facts(region.buffer)
+                self._leave_facts(region)
             worker = platform.make_worker(
                 kv_caches,
                 region=region.buffer,
@@ -169,6 +177,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
         except BaseException:
             region.close()
             raise
+        worker.tells_failed_loads = self._tells_failed_loads
         return _RegionWorker(worker, region, self._settings.join_deadline_s)
 
     # --- the scheduler ------------------------------------------------------------------------
@@ -192,7 +201,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             hierarchy = assemble(
                 settings,
                 geometry,
-                namespace=self._namespace(geometry, take_facts(region.buffer)),
+                namespace=self._namespace(geometry, self._model_facts(region)),
                 buffer=region.buffer,
                 clock=self._clock,
                 num_replicas=config.parallel.data_parallel_size,
@@ -208,7 +217,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             tokens_that_fit(geometry, settings.host_bytes),
         )
         slots = hierarchy.pool.slots
-        return UndercroftManager(
+        return self._manager_class(
             hierarchy,
             group_ids=[group.group_id for group in config.groups],
             close=region.close,
@@ -218,6 +227,14 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             },
             reset_s=settings.drain_deadline_s,
         )
+
+    # Stock's connector shows a spec the model's name and dtype only: the workers know the rest.
+
+    def _leave_facts(self, region: Region) -> None:
+        leave_facts(region.buffer)
+
+    def _model_facts(self, region: Region) -> Mapping[str, Any]:
+        return take_facts(region.buffer)
 
     def _geometry(self, region: Region) -> Geometry:
         config = self._engine.config

@@ -2,8 +2,8 @@
 
 All copies run on one thread, see `mover`; the engine's thread only hands over jobs. Compute is
 synchronous on this platform, so a submitted store finds its bytes written, and nobody writes the
-targets of a submitted load. A load that fails is tried once more, page by page; what a failure
-then means, see `slot_worker`.
+targets of a submitted load. A load that fails is tried once more, chunk by chunk and page by page;
+what a failure then means, see `slot_worker`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from undercroft.engines.vllm.copy import Span, copy_pages, copy_pages_singly
 from undercroft.engines.vllm.mover import Mover
 from undercroft.engines.vllm.slot_worker import (
     SHUTDOWN_S,
+    NotLoaded,
     Reports,
     SlotWorker,
     absolute_geometries,
@@ -30,7 +31,7 @@ from undercroft.engines.vllm.slot_worker import (
 )
 from undercroft.engines.vllm.transfer_spec import SlotSpec
 from undercroft.errors import LayoutMismatch
-from undercroft.layout.plan import Offsets, TensorGeometry
+from undercroft.layout.plan import BlockPlaces, GroupGeometry, Offsets, TensorGeometry
 
 __all__ = ["SHUTDOWN_S", "CpuWorker", "chunk_payload_bytes", "group_geometries"]
 
@@ -90,15 +91,32 @@ class CpuWorker(SlotWorker):
     @override
     def _load_steps(self, job_id: int, spec: GPULoadStoreSpec, slots: SlotSpec) -> Iterator[int]:
         try:
-            yield from self._load_with(copy_pages, spec, slots)
+            yield from self._load_with(copy_pages, self._load_parts(spec, slots))
         except Exception:  # noqa: BLE001 - any failure of the fast way: try the plain one
             self._log.warning(
                 "load job %d failed, trying again page by page", job_id, with_traceback=True
             )
-            yield from self._load_with(copy_pages_singly, spec, slots)
+            yield from self._load_chunk_by_chunk(spec, slots)
 
-    def _load_with(self, copy: _Copy, spec: GPULoadStoreSpec, slots: SlotSpec) -> Iterator[int]:
+    def _load_chunk_by_chunk(self, spec: GPULoadStoreSpec, slots: SlotSpec) -> Iterator[int]:
+        """The plain way: what fails is named, and keeps nothing else from being copied."""
+        failed: dict[int, Exception] = {}
         for group, places in self._load_parts(spec, slots):
+            for offset in dict.fromkeys(places.slot_offsets.tolist()):
+                of_chunk = places.slot_offsets == offset
+                chunk = BlockPlaces(*(values[of_chunk] for values in places))
+                try:
+                    yield from self._load_with(copy_pages_singly, iter([(group, chunk)]))
+                except Exception as error:  # noqa: BLE001 - whatever it is: one chunk is lost
+                    failed[offset] = error
+        if failed:
+            first = next(iter(failed.values()))
+            raise NotLoaded(failed, len(slots.offsets), first) from first
+
+    def _load_with(
+        self, copy: _Copy, parts: Iterator[tuple[GroupGeometry, BlockPlaces]]
+    ) -> Iterator[int]:
+        for group, places in parts:
             for pages in self._pages(group, places):
                 yield from copy(
                     self._engine, pages.engine, self._region, pages.region, pages.page_bytes
