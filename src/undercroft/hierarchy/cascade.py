@@ -58,6 +58,10 @@ class Cascade:
         """Slots that a tier reads from now."""
         return len(self._by_ticket)
 
+    def num_waiting(self, level: str) -> int:
+        """Offers to that level whose turn has not come."""
+        return len(self._waiting[level])
+
     def add(self, keys: Sequence[ChunkKey]) -> None:
         """Offer READY `keys`, in prefix order, to every lower level."""
         for name, waiting in self._waiting.items():

@@ -8,6 +8,9 @@ from undercroft.keys import ChunkKey
 
 __all__ = ["LevelEvent", "LevelEvents"]
 
+_MAX_TOLD = 1024
+"""Chunks found at start that one step tells of; a level may hold a million."""
+
 
 class LevelEvent(NamedTuple):
     """`keys` were stored at, or removed from, the level of that name."""
@@ -18,21 +21,47 @@ class LevelEvent(NamedTuple):
 
 
 class LevelEvents:
-    """Collects events until taken; collects nothing when off, so that nothing piles up."""
+    """Collects events until taken; collects nothing when off, so that nothing piles up.
+
+    Who applies them in order to an empty set knows what each level holds, also what it held when
+    this process began.
+    """
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
         self._events: list[LevelEvent] = []
+        self._found: dict[tuple[str, ChunkKey], None] = {}
+
+    @property
+    def has_more(self) -> bool:
+        """Whether chunks that were found have not been told of yet."""
+        return bool(self._found)
 
     def add(self, level: str, key: ChunkKey, *, removed: bool) -> None:
         """Note one chunk; joins the last event when it is of the same kind."""
         if not self.enabled:
             return
+        if self._found:
+            was_untold = (level, key) in self._found
+            self._found.pop((level, key), None)
+            if was_untold and removed:
+                return
         last = self._events[-1] if self._events else None
         if last is not None and last.level == level and last.removed == removed:
             last.keys.append(key)
         else:
             self._events.append(LevelEvent(level, [key], removed))
+
+    def find(self, level: str, key: ChunkKey) -> None:
+        """A chunk is there that nobody stored here: it is told of bit by bit, the last first."""
+        if self.enabled:
+            self._found[level, key] = None
+
+    def tell_found(self) -> None:
+        """Once a step: make events of some of what was found."""
+        for _ in range(min(len(self._found), _MAX_TOLD)):
+            (level, key), _ = self._found.popitem()
+            self.add(level, key, removed=False)
 
     def take(self) -> list[LevelEvent]:
         """All events since the last call, in order."""

@@ -382,6 +382,7 @@ class Hierarchy:
         self.restores.admit(self._step, now_s)
         self._touch_below()
         self.cascade.submit()
+        self.events.tell_found()
         for request in list(self._holders.values()):
             kept = request.queued and request.deadline_s is not None and now_s < request.deadline_s
             if not kept:
@@ -420,6 +421,7 @@ class Hierarchy:
             or self._draining_until
             or self._to_touch
             or self.fresh.is_listing
+            or self.events.has_more
         )
 
     # --- reset and close ----------------------------------------------------------------------
