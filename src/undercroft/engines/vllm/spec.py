@@ -35,6 +35,7 @@ from undercroft.engines.vllm.facts import leave_facts, take_facts
 from undercroft.engines.vllm.log_lines import log_where_vllm_logs
 from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, group_key
 from undercroft.engines.vllm.metrics import metric_definitions
+from undercroft.engines.vllm.tally import Tally
 from undercroft.engines.vllm.version import doubt
 from undercroft.engines.vllm.worker import CpuWorker, chunk_payload_bytes
 from undercroft.hierarchy.hierarchy import failed_chunk
@@ -193,6 +194,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             group_ids=[group.group_id for group in config.groups],
             close=region.close,
             refresh=lambda: slots.set_ready_bytes(region.ready_bytes()),
+            tally=Tally(hierarchy.counters, self._clock, geometry.tokens_per_chunk),
             localities={
                 tier.name: Locality(tier.locality) for tier in settings.tiers if tier.locality
             },
