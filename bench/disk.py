@@ -1,7 +1,9 @@
 """The disk tier beside vLLM's `fs` tier and a raw slab: the same bytes, threads and buffer.
 
-    python bench/disk.py [--path DIR] [--mib 192] [--reps 7] [--json FILE]
+    python bench/disk.py [--path DIR] [--mib 192] [--reps 7] [--threads 4 ...] [--json FILE]
 
+Each number of `--threads` is one comparison among equals: ours, stock, raw; in the same repetition
+stock runs with the 32 threads it ships with, see `ours/shipped`; ours ships with 4.
 Every repetition runs all contenders one after the other, in an order that alternates; what is
 compared are medians of ratios within a repetition, with their quartiles. GB = 1e9 payload bytes.
 `fill` stores into new segments, `steady` into slots that were used before. Stock stores a job on
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import mmap
 import os
@@ -31,7 +34,8 @@ from undercroft.clock import SystemClock
 from undercroft.keys import ChunkKey, Namespace
 from undercroft.tiers.disk import DiskTier
 
-THREADS = 4
+OUR_THREADS = 4
+STOCK_THREADS = 32
 SIZES = (256 << 10, 1 << 20, 4 << 20)
 
 
@@ -50,8 +54,8 @@ class Buffer:
         self.view = memoryview(self.map)
 
 
-def in_threads(work: Callable[[int], None], items: Iterable[int]) -> None:
-    """Each item once, over `THREADS` threads; the first failure is raised."""
+def in_threads(work: Callable[[int], None], items: Iterable[int], num_threads: int) -> None:
+    """Each item once, over that many threads; the first failure is raised."""
     todo, lock, errors = iter(list(items)), threading.Lock(), []
 
     def run() -> None:
@@ -65,7 +69,7 @@ def in_threads(work: Callable[[int], None], items: Iterable[int]) -> None:
             except Exception as exc:  # noqa: BLE001 - raised by the caller
                 errors.append(exc)
 
-    threads = [threading.Thread(target=run) for _ in range(THREADS)]
+    threads = [threading.Thread(target=run) for _ in range(num_threads)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -77,15 +81,17 @@ def in_threads(work: Callable[[int], None], items: Iterable[int]) -> None:
 class Stock:
     """vLLM's job functions on its own pool."""
 
-    def __init__(self, path: Path, buffer: Buffer, size: int, count: int) -> None:
+    def __init__(self, path: Path, buffer: Buffer, size: int, count: int, num_threads: int) -> None:
         self.path, self.buffer, self.size, self.count = path / "stock", buffer, size, count
         self.direct = stock_io.probe_o_direct(str(path))
+        self.num_threads = num_threads
 
     def names(self, items: Sequence[int]) -> list[str]:
         return [f"{self.path}/{i % 4096:03x}/{i % 256:02x}_g0/{i:064x}.bin" for i in items]
 
     def jobs(self, verb: Callable[..., None], job: int, *, store: bool) -> float:
-        pool = DualQueueThreadPool(THREADS // 2, THREADS // 2)
+        readers = self.num_threads // 2
+        pool = DualQueueThreadPool(readers, self.num_threads - readers)
         queue = pool.enqueue_store if store else pool.enqueue_load
         tasks = [
             functools.partial(
@@ -121,8 +127,9 @@ class Stock:
 class Ours:
     """`DiskTier`; every chunk of a job is one task, as the hierarchy's movers take them."""
 
-    def __init__(self, path: Path, buffer: Buffer, size: int, count: int) -> None:
+    def __init__(self, path: Path, buffer: Buffer, size: int, count: int, num_threads: int) -> None:
         self.path, self.buffer, self.size, self.count = path / "ours", buffer, size, count
+        self.num_threads = num_threads
 
     def piece(self, number: int) -> memoryview:
         return self.buffer.view[number * self.size : (number + 1) * self.size]
@@ -146,11 +153,11 @@ class Ours:
             if not tier.read_into(keys[number], self.piece(number)):
                 raise SystemExit("a chunk is missing")
 
-        out = {"fill": timed(store, self.count)}
-        out["load"] = timed(load, self.count)
+        out = {"fill": timed(store, self.count, self.num_threads)}
+        out["load"] = timed(load, self.count, self.num_threads)
         for key in keys:
             tier.delete(key)
-        out["store"] = timed(store, self.count)
+        out["store"] = timed(store, self.count, self.num_threads)
         tier.close()
         shutil.rmtree(self.path)
         return out
@@ -159,8 +166,9 @@ class Ours:
 class Raw:
     """A preallocated slab, written once before: what the device gives to equal threads."""
 
-    def __init__(self, path: Path, buffer: Buffer, size: int, count: int) -> None:
+    def __init__(self, path: Path, buffer: Buffer, size: int, count: int, num_threads: int) -> None:
         self.path, self.buffer, self.size, self.count = path / "raw", buffer, size, count
+        self.num_threads = num_threads
 
     def run(self, job: int) -> dict[str, float]:
         del job
@@ -177,24 +185,32 @@ class Raw:
             if os.preadv(fd, [self.buffer.view[at : at + self.size]], at) != self.size:
                 raise SystemExit("short read")
 
-        out = {"fill": timed(store, self.count), "store": timed(store, self.count)}
-        out["load"] = timed(load, self.count)
+        out = {}
+        for verb, work in (("fill", store), ("store", store), ("load", load)):
+            out[verb] = timed(work, self.count, self.num_threads)
         os.close(fd)
         self.path.unlink()
         return out
 
 
-def timed(work: Callable[[int], None], count: int) -> float:
+def timed(work: Callable[[int], None], count: int, num_threads: int) -> float:
     begun = time.perf_counter()
-    in_threads(work, range(count))
+    in_threads(work, range(count), num_threads)
     return time.perf_counter() - begun
 
 
-def case(path: Path, buffer: Buffer, size: int, job: int, reps: int) -> dict[str, object]:
+def case(
+    path: Path, buffer: Buffer, size: int, job: int, reps: int, num_threads: int
+) -> dict[str, object]:
     count = len(buffer.view) // size
     contenders = {
-        name: kind(path, buffer, size, count)
-        for name, kind in (("stock", Stock), ("ours", Ours), ("raw", Raw))
+        name: kind(path, buffer, size, count, threads)
+        for name, kind, threads in (
+            ("stock", Stock, num_threads),
+            ("shipped", Stock, STOCK_THREADS),
+            ("ours", Ours, num_threads),
+            ("raw", Raw, num_threads),
+        )
     }
     seconds: list[dict[str, dict[str, float]]] = []
     for rep in range(reps):
@@ -205,6 +221,7 @@ def case(path: Path, buffer: Buffer, size: int, job: int, reps: int) -> dict[str
     return {
         "chunk_bytes": size,
         "job": job or count,
+        "threads": num_threads,
         "GB/s": {
             f"{name} {verb}": round(
                 len(buffer.view) / 1e9 / statistics.median(s[name][verb] for s in seconds), 3
@@ -216,6 +233,11 @@ def case(path: Path, buffer: Buffer, size: int, job: int, reps: int) -> dict[str
             "store fill": ratio(seconds, ("stock", "store"), ("ours", "fill")),
             "store steady": ratio(seconds, ("stock", "store"), ("ours", "store")),
             "load": ratio(seconds, ("stock", "load"), ("ours", "load")),
+        },
+        "ours/shipped": {
+            "store fill": ratio(seconds, ("shipped", "store"), ("ours", "fill")),
+            "store steady": ratio(seconds, ("shipped", "store"), ("ours", "store")),
+            "load": ratio(seconds, ("shipped", "load"), ("ours", "load")),
         },
         "ours/raw": {
             "store fill": ratio(seconds, ("raw", "fill"), ("ours", "fill")),
@@ -240,18 +262,19 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=192)
     parser.add_argument("--reps", type=int, default=7)
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
+    parser.add_argument("--threads", type=int, nargs="*", default=[OUR_THREADS])
+    parser.add_argument("--jobs", type=int, nargs="*", default=[16, 0], help="0: all in one")
     parser.add_argument("--json")
     given = parser.parse_args()
     results = []
     buffer = Buffer(given.mib << 20)
     with tempfile.TemporaryDirectory(dir=given.path, prefix="undercroft-bench-") as path:
-        for size in given.sizes:
-            for job in (16, 0):
-                found = case(Path(path), buffer, size, job, given.reps)
-                results.append(found)
-                print(f"{size >> 10:5d} KiB, jobs of {found['job']}")
-                for block in ("GB/s", "ours/stock", "ours/raw"):
-                    print(f"      {block}: {found[block]}", flush=True)
+        for size, job, threads in itertools.product(given.sizes, given.jobs, given.threads):
+            found = case(Path(path), buffer, size, job, given.reps, threads)
+            results.append(found)
+            print(f"{size >> 10:5d} KiB, jobs of {found['job']}, {threads} threads")
+            for block in ("GB/s", "ours/stock", "ours/shipped", "ours/raw"):
+                print(f"      {block}: {found[block]}", flush=True)
     if given.json:
         host = {"machine": platform.machine(), "kernel": platform.release(), "cpus": os.cpu_count()}
         Path(given.json).write_text(json.dumps({"host": host, "results": results}, indent=1))

@@ -87,6 +87,28 @@ def test_a_hung_read_delays_a_request_by_its_deadline(worlds: list[World]) -> No
     assert world.engine.run(keys).num_hits == 2
 
 
+def test_a_hung_read_does_not_make_the_next_request_wait_longer(worlds: list[World]) -> None:
+    """What hung says nothing of how long reads take: no deadline is made longer by it."""
+    clock, keys = ManualClock(), keys_of("a", 12)
+    tier = hung_reads(keys)
+    world = make_world(
+        32,
+        [tier],
+        clock=clock,
+        limits=Limits(promote_deadline_s=DEADLINE_S),
+        transfer_limits=TransferLimits(failures_to_open=1000, num_extra_threads=20),
+    )
+    worlds.append(world)
+    for n in range(3):
+        entry = world.engine.submit(keys[4 * n : 4 * n + 4])
+        world.engine.step()
+        tier.await_hung(2 * n + 1)
+        for _ in range(3):  # asked once more, it may wait for what else it found
+            clock.advance(DEADLINE_S + 0.01)
+            world.engine.step()
+        assert entry.num_hits == 0
+
+
 def test_failures_one_after_another_do_not_add_up(worlds: list[World]) -> None:
     """Each read fails just before its deadline, and each time the engine finds other chunks to
     wait for: all in all a request waits for its turn and for its reads, not once per failure."""
@@ -157,18 +179,18 @@ class Throttled(MemoryTier):
         time.sleep(out.nbytes / 1e6)
         return super().read_into(key, out)
 
-    def write_from(self, key: ChunkKey, data: memoryview) -> None:
+    def _write(self, key: ChunkKey, data: memoryview, epoch: int | None) -> bool:
         time.sleep(data.nbytes / 1e6)
-        super().write_from(key, data)
+        return super()._write(key, data, epoch)
 
 
 def test_a_slow_tier_slows_nobody_else(worlds: list[World]) -> None:
     """While one request waits for 1 MB/s, others are answered in the step they come."""
     tier = Throttled(256 * CHUNK_BYTES, name="below")
     cold, warm = keys_of("cold", 100), keys_of("warm", 8)
-    MemoryTier.write_from(tier, warm[0], memoryview(content_of(warm[0], CHUNK_BYTES)))
+    MemoryTier._write(tier, warm[0], memoryview(content_of(warm[0], CHUNK_BYTES)), None)
     for key in cold:
-        MemoryTier.write_from(tier, key, memoryview(content_of(key, CHUNK_BYTES)))
+        MemoryTier._write(tier, key, memoryview(content_of(key, CHUNK_BYTES)), None)
     world = make_world(160, [tier], num_threads=2)
     worlds.append(world)
     world.engine.run(warm)

@@ -37,6 +37,7 @@ from undercroft.tiers.memory import MemoryTier
 
 DEADLINE_S = 2.0
 LONGEST_ADVANCE_S = 3.0
+OTHERS = ("other replica", "other replica, new weights")
 LARGE, SMALL = 8192, 4096
 PROMPTS = ["a" * 16, "a" * 8 + "b" * 8, "d" * 16, "e" * 16, "a" * 12 + "f" * 4, "g" * 16]
 ONE_GROUP = (Group(0, 1),)
@@ -207,16 +208,17 @@ class HierarchyMachine(RuleBasedStateMachine):
         if entries:
             self.engine.abort(entries[which % len(entries)])
 
-    @rule(kind=st.sampled_from(["same weights", "new weights", "other replica", "lost", "grow"]))
+    @rule(kind=st.sampled_from(["same weights", "new weights", *OTHERS, "lost", "grow"]))
     def upset(self, kind: str) -> None:
         if kind not in {"lost", "grow"}:
             # Seldom, or there is never anything to lose.
             if self.num_steps < 12:
                 return
             self.num_steps = 0
-        if kind == "other replica":
+        if kind in OTHERS:
             for below in self.below:
                 below.memory.raise_epoch()
+            self.engine.version += bool(self.below) and kind == "other replica, new weights"
         elif kind == "lost":
             self.engine.failed_stores = None
         elif kind == "grow":

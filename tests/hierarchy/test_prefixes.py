@@ -106,9 +106,9 @@ class OneThreadOrder(MemoryTier):
         self.written: list[ChunkKey] = []
         self.read: list[ChunkKey] = []
 
-    def write_from(self, key: ChunkKey, data: memoryview) -> None:
+    def _write(self, key: ChunkKey, data: memoryview, epoch: int | None) -> bool:
         self.written.append(key)
-        super().write_from(key, data)
+        return super()._write(key, data, epoch)
 
     def read_into(self, key: ChunkKey, out: memoryview) -> bool:
         self.read.append(key)

@@ -161,9 +161,9 @@ def test_a_tier_that_cannot_be_voided_stays_unused(worlds: list[World]) -> None:
     check_all(world.hierarchy)
 
 
-def test_what_was_written_into_the_new_epoch_unknowingly_is_deleted(worlds: list[World]) -> None:
-    """Between another replica's reset and the moment we see it, chunks of ours may be written
-    that are older than the reset; they are neither served nor left behind."""
+def test_nothing_old_is_written_into_the_epoch_of_another(worlds: list[World]) -> None:
+    """Between another replica's reset and the moment we see it, writes of ours may come that are
+    older than the reset: the tier refuses them, and what comes later is written."""
     tier = MemoryTier(64 * CHUNK_BYTES, name="below")
     world = make_world(16, [tier])
     worlds.append(world)
@@ -173,28 +173,94 @@ def test_what_was_written_into_the_new_epoch_unknowingly_is_deleted(worlds: list
     for key in keys:
         assert world.hierarchy.levels[0].offer(key, memoryview(content_of(key, CHUNK_BYTES)))
     await_idle(world)
-    assert all(tier.has(key) for key in keys)
-    world.engine.step()
-    assert world.hierarchy.levels[0].wait_void(5.0)
-    world.engine.step()
     assert not any(tier.has(key) for key in keys)
+    assert world.counters.declined_chunks["below", "before_reset"] == 3
+    world.engine.step()
+    assert world.engine.run(keys).num_hits == 0
+    assert all(tier.has(key) for key in keys)
+    check_quiet(world.hierarchy)
+
+
+def test_after_a_rest_nothing_from_before_anothers_reset_is_served(worlds: list[World]) -> None:
+    """An idle engine makes no steps, so it has not seen the reset when the next request comes."""
+    tier = MemoryTier(64 * CHUNK_BYTES, name="below")
+    world = make_world(16, [tier])
+    worlds.append(world)
+    keys = keys_of("a", 4)
+    world.engine.run(keys)
+    tier.raise_epoch()
+    world.engine.version += 1
+    assert world.engine.run(keys).num_hits == 0
+    assert world.engine.run(keys).num_hits == 4
+    check_quiet(world.hierarchy)
+
+
+def test_a_write_asked_for_before_anothers_reset_is_void(worlds: list[World]) -> None:
+    """Queued, or in the tier already, when the other replica raises the epoch: it leaves nothing
+    behind, however late it ends, and the level is used again at once."""
+    memory = MemoryTier(64 * CHUNK_BYTES, name="below")
+    tier = FaultyTier(
+        memory, Injector(Effect.HANG, lambda call: call.verb == "write_from" and call.index < 2)
+    )
+    world = make_world(32, [tier], num_threads=3)
+    worlds.append(world)
+    old, new = keys_of("old", 6), keys_of("new", 3)
+    world.engine.submit(old)
+    for _ in range(3):
+        world.engine.step()
+    tier.await_hung(2)
+    memory.raise_epoch()
+    tier.release()
+    await_idle(world)
+    assert not any(memory.has(key) for key in old)
+    world.engine.version += 1
+    world.engine.step()
+    world.engine.run(new)
+    assert all(memory.has(key) for key in new)
+    assert world.engine.run(old).num_hits == 0
     check_quiet(world.hierarchy)
 
 
 class CountedEpoch(MemoryTier):
+    """Cannot raise its epoch while told so."""
+
     num_raised = 0
+    is_stuck = False
 
     def raise_epoch(self) -> int:
+        if self.is_stuck:
+            raise OSError(5, "injected")
         self.num_raised += 1
         return super().raise_epoch()
 
 
-def test_a_hung_tier_is_voided_once_and_once_more(worlds: list[World]) -> None:
-    """Raised at once for durability and again when the old write is out, not again and again:
-    each raise makes every other replica forget everything."""
+def test_a_hung_tier_is_voided_at_once_and_once(worlds: list[World]) -> None:
+    """Without waiting for the hung write, which comes too late for the new epoch: each raise makes
+    every other replica forget everything."""
     clock = ManualClock()
     memory = CountedEpoch(64 * CHUNK_BYTES, name="below")
     tier = FaultyTier(memory, Injector(Effect.HANG, on_verb("write_from")))
+    world = make_world(16, [tier], clock=clock, limits=Limits(drain_deadline_s=0.05))
+    worlds.append(world)
+    world.engine.submit(keys_of("a", 1))
+    for _ in range(3):
+        world.engine.step()
+    tier.await_hung(1)
+    assert world.hierarchy.reset()
+    assert world.hierarchy.levels[0].usable
+    clock.advance(1.1)
+    tier.release()
+    await_idle(world)
+    assert memory.num_raised == 1
+    assert memory.used_bytes() == 0
+    check_quiet(world.hierarchy)
+
+
+def test_a_hung_tier_without_epochs_is_emptied_once_more(worlds: list[World]) -> None:
+    """Nobody can tell it that the hung write is late, so what that wrote is deleted after it."""
+    clock = ManualClock()
+    bare = WithoutEpochs()
+    tier = FaultyTier(bare, Injector(Effect.HANG, on_verb("write_from")))
     world = make_world(16, [tier], clock=clock, limits=Limits(drain_deadline_s=0.05))
     worlds.append(world)
     world.engine.submit(keys_of("a", 1))
@@ -205,11 +271,30 @@ def test_a_hung_tier_is_voided_once_and_once_more(worlds: list[World]) -> None:
     for _ in range(6):
         clock.advance(1.1)
         threading.Event().wait(0.12)
-    assert memory.num_raised == 1
+    assert not world.hierarchy.levels[0].usable
     tier.release()
     assert world.hierarchy.levels[0].wait_void(5.0)
-    assert memory.num_raised == 2
-    assert memory.used_bytes() == 0
+    assert not list(bare.evictable())
+
+
+def test_a_reset_that_is_due_is_not_forgotten_over_that_of_another(worlds: list[World]) -> None:
+    """Our epoch cannot be raised yet, and a replica resets another level: ours stays unused."""
+    due, other = CountedEpoch(64 * CHUNK_BYTES, name="due"), MemoryTier(64 * CHUNK_BYTES)
+    world = make_world(16, [due, other], limits=Limits(drain_deadline_s=0.2))
+    worlds.append(world)
+    world.engine.run(keys_of("a", 3))
+    due.is_stuck = True
+    assert not world.hierarchy.reset()
+    other.raise_epoch()
+    world.engine.step()
+    threading.Event().wait(0.1)
+    assert not world.hierarchy.levels[0].usable
+    due.is_stuck = False
+    assert world.hierarchy.levels[0].wait_void(5.0)
+    world.engine.step()
+    assert due.num_raised == 1
+    assert world.hierarchy.levels[0].usable
+    check_quiet(world.hierarchy)
 
 
 def test_a_late_read_of_the_old_does_not_disturb_the_new(worlds: list[World]) -> None:

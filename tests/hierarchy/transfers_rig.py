@@ -51,8 +51,11 @@ class Recorder(WrappingTier):
             return bool(self.inner.read_into(key, out))
 
     def write_from(self, key: ChunkKey, data: memoryview) -> None:
+        self.write(key, data, None)
+
+    def write(self, key: ChunkKey, data: memoryview, epoch: int | None) -> bool:
         with self._noted("write", key):
-            self.inner.write_from(key, data)
+            return self.pass_on(key, data, epoch)
 
     def delete(self, key: ChunkKey) -> None:
         with self._noted("delete", key):

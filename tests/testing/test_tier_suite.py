@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -10,9 +11,9 @@ import pytest
 
 from undercroft.errors import CorruptChunk, TierClosed
 from undercroft.keys import ChunkKey
+from undercroft.testing.durable_suite import DurableSuite
 from undercroft.testing.tier_suite import (
     BoundedSuite,
-    DurableSuite,
     EpochalSuite,
     IndexedSuite,
     TierSuite,
@@ -153,6 +154,21 @@ class KeepsOldEpochs(MemoryTier):
         return self._epoch
 
 
+class IgnoresEpochs(MemoryTier):
+    def write_in_epoch(self, key: ChunkKey, data: memoryview, _epoch: int) -> bool:
+        self.write_from(key, data)
+        return True
+
+
+class LooksTooEarly(MemoryTier):
+    def write_in_epoch(self, key: ChunkKey, data: memoryview, epoch: int) -> bool:
+        if epoch != self.epoch():
+            return False
+        time.sleep(0.001)
+        self.write_from(key, data)
+        return True
+
+
 class MemorySuite(IndexedSuite, BoundedSuite, EpochalSuite, TierSuite):
     def __init__(self, made: Callable[[int], Tier]) -> None:
         self.made = made
@@ -176,6 +192,8 @@ class MemorySuite(IndexedSuite, BoundedSuite, EpochalSuite, TierSuite):
         (StaleIndex, "test_the_index_agrees_with_the_tier", False),
         (ForgetsSome, "test_evictable_names_every_chunk_once", False),
         (KeepsOldEpochs, "test_a_new_epoch_voids_everything", False),
+        (IgnoresEpochs, "test_a_write_for_an_older_epoch_is_refused", False),
+        (LooksTooEarly, "test_late_writes_do_not_reach_the_next_epoch", False),
     ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

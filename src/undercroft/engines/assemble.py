@@ -32,7 +32,10 @@ __all__ = ["Geometry", "assemble", "check_plugins", "tokens_that_fit"]
 
 _LOG = logging.getLogger(__name__)
 _WRITE_DEADLINE_S = 30.0
-_NUM_THREADS = 4
+_SMALL_CHUNK_BYTES = 1 << 20
+_NUM_THREADS, _NUM_THREADS_SMALL = 4, 8
+"""Small chunks spend as long on checksums and bookkeeping as in the device: more of them are under
+way at once (docs/explanation/design/0002-disk-layout.md)."""
 _QUEUED_CHUNKS_PER_SLOT = 4
 
 
@@ -194,7 +197,7 @@ def _level(
         transfers=Transfers(
             tier,
             clock=clock,
-            num_threads=int(tier_settings.options.get("num_threads", _NUM_THREADS)),
+            num_threads=_num_threads(tier_settings, geometry),
             max_queued_write_bytes=max_queued,
         ),
         slot_bytes=geometry.slot_bytes,
@@ -208,6 +211,11 @@ def _level(
         events=events if tier_settings.events else LevelEvents(enabled=False),
         write_deadline_s=_WRITE_DEADLINE_S,
     )
+
+
+def _num_threads(settings: TierSettings, geometry: Geometry) -> int:
+    small = max(geometry.slot_bytes) < _SMALL_CHUNK_BYTES
+    return int(settings.options.get("num_threads", _NUM_THREADS_SMALL if small else _NUM_THREADS))
 
 
 def _held_bytes(settings: TierSettings) -> int:

@@ -11,7 +11,7 @@ from undercroft.clock import Clock
 from undercroft.errors import Bug, KvError, TierUnavailable
 from undercroft.hierarchy.moves import Move
 from undercroft.hierarchy.outcome import Op
-from undercroft.tiers.base import Tier
+from undercroft.tiers.base import Epochal, Tier
 
 __all__ = ["Attempts"]
 
@@ -35,6 +35,7 @@ class Attempts:
         self, tier: Tier, *, clock: Clock, retries: int, pause_s: float, give_up: Callable[[], bool]
     ) -> None:
         self._tier = tier
+        self._epochal = tier if isinstance(tier, Epochal) else None
         self._clock = clock
         self._retries = retries
         self._pause_s = pause_s
@@ -44,8 +45,11 @@ class Attempts:
         self.num_retries = 0
 
     def perform(self, move: Move) -> tuple[KvError | None, bool]:
-        """Blocks. The error, if any, and whether a read found its chunk."""
-        error, found = self._try_once(move)
+        """Blocks. The error, if any, and whether the chunk's bytes were moved.
+
+        They are not if a read finds no chunk, and if the epoch of a write is over.
+        """
+        error, moved = self._try_once(move)
         pause_s = self._pause_s
         for _ in range(self._retries):
             if error is None or not self._worth_another(error, move.deadline_s - pause_s):
@@ -54,8 +58,8 @@ class Attempts:
             pause_s *= 2
             with self._lock:
                 self.num_retries += 1
-            error, found = self._try_once(move)
-        return error, found
+            error, moved = self._try_once(move)
+        return error, moved
 
     def _worth_another(self, error: KvError, latest_s: float) -> bool:
         return (
@@ -67,14 +71,8 @@ class Attempts:
 
     def _try_once(self, move: Move) -> tuple[KvError | None, bool]:
         """The one place where a tier is called and foreign exceptions become ours."""
-        tier, key, buffer = self._tier, move.key, move.buffer
         try:
-            if buffer is None:
-                tier.delete(key)
-            elif move.op is Op.READ:
-                return None, tier.read_into(key, buffer)
-            else:
-                tier.write_from(key, buffer)
+            return None, self._call(move)
         except KvError as exc:
             return _bare(exc), False
         except Bug as exc:
@@ -82,7 +80,18 @@ class Attempts:
             return _bare(self.translated(exc, move)), False
         except Exception as exc:  # noqa: BLE001 - a stranger's tier may raise anything
             return _bare(self.translated(exc, move)), False
-        return None, False
+
+    def _call(self, move: Move) -> bool:
+        tier, key, buffer = self._tier, move.key, move.buffer
+        if buffer is None:
+            tier.delete(key)
+            return False
+        if move.op is Op.READ:
+            return tier.read_into(key, buffer)
+        if self._epochal is not None and move.epoch is not None:
+            return self._epochal.write_in_epoch(key, buffer, move.epoch)
+        tier.write_from(key, buffer)
+        return True
 
     def translated(self, exc: BaseException, move: Move) -> KvError:
         """A foreign exception as `TierUnavailable` caused by it."""

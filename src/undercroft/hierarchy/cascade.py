@@ -62,6 +62,19 @@ class Cascade:
         """Offers to that level whose turn has not come."""
         return len(self._waiting[level])
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether `submit` would get anything out of the way now."""
+        waiting = self._waiting
+        return any(
+            waiting[level.name] and not self._is_held_up(level, waiting[level.name][0][0])
+            for level in self._levels
+        )
+
+    def _is_held_up(self, level: Level, key: ChunkKey) -> bool:
+        slot = self._pool.find(key)
+        return slot >= 0 and level.is_busy(self._pool.slots.size(slot))
+
     def add(self, keys: Sequence[ChunkKey]) -> None:
         """Offer READY `keys`, in prefix order, to every lower level."""
         for name, waiting in self._waiting.items():
@@ -77,14 +90,13 @@ class Cascade:
             waiting = self._waiting[level.name]
             for _ in range(min(len(waiting), _MAX_OFFERS_PER_STEP)):
                 key, attempt = waiting[0]
-                slot = self._pool.find(key)
-                if slot >= 0 and level.is_busy(self._pool.slots.size(slot)):
+                if self._is_held_up(level, key):
                     break
                 waiting.popleft()
-                self._offer(level, key, slot, attempt)
+                self._offer(level, key, attempt)
 
-    def _offer(self, level: Level, key: ChunkKey, slot: int, attempt: int) -> None:
-        slots = self._pool.slots
+    def _offer(self, level: Level, key: ChunkKey, attempt: int) -> None:
+        slot, slots = self._pool.find(key), self._pool.slots
         if slot < 0:
             self._counters.declined_chunks[level.name, "evicted_before_its_turn"] += 1
             return

@@ -85,16 +85,24 @@ class Crew:
             not self.can_serve or self.num_threads - self.num_stuck < self._num_wanted
         )
 
-    def wake(self, op: Op) -> None:
-        """A move of that kind was added: let a thread look. Not locked, and seldom locks."""
+    def wake(self, op: Op) -> bool:
+        """A move of that kind was added: let a thread look. Not locked, and seldom locks.
+
+        Returns:
+            Whether a thread will; False: all that could are busy, and will look in the end.
+        """
         if self._idle:
-            if op is _READ or self._others_allowed():
+            free = op is _READ or self._others_allowed()
+            if free:
                 self._rouse()
-        elif self.num_threads == self.num_stuck:
-            with self._lock:
-                start_one = self._reserve()
-            if start_one:
-                self.start_one()
+            return free
+        if self.num_threads > self.num_stuck:
+            return False
+        with self._lock:
+            start_one = self._reserve()
+        if start_one:
+            self.start_one()
+        return start_one
 
     def care(self) -> bool:
         """Locked. Replace missing threads; True: the caller then calls `start_one`."""

@@ -6,8 +6,7 @@ One thread (the engine's scheduler), and no call blocks but `reset` and `close`,
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from undercroft.hierarchy.request import Answer, Lookup, Request
 from undercroft.hierarchy.restore import Restores
 from undercroft.hierarchy.slots import SlotState
 from undercroft.hierarchy.stores import LEVEL_0, StorePlan, Stores, failed_chunk
+from undercroft.hierarchy.touches import Touches
 from undercroft.key_table import SHARD_SHIFT
 from undercroft.keys import ChunkKey
 from undercroft.log import SparingLog
@@ -36,7 +36,6 @@ _LOG = logging.getLogger(__name__)
 _READY = int(SlotState.READY)
 _HIT = Lookup.HIT
 _IS_HIT = Answer.HIT
-_MAX_TOUCHED_PER_STEP = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +93,12 @@ class Hierarchy:
         self._limits = limits
         self._step = 0
         self._polled_step = -1
+        self._noticed_step = -1
+        self._is_outdated = False
         self._num_loading = 0
         self._hitters: dict[str, Request] = {}
         self._holders: dict[str, Request] = {}
         self._loaders: dict[str, Request] = {}
-        self._to_touch: deque[tuple[list[ChunkKey], Container[ChunkKey]]] = deque()
         self._draining_until: list[tuple[int, list[int]]] = []
         self._num_ended_steps = 0
         self.fresh = Fresh(self.pool)
@@ -125,6 +125,7 @@ class Hierarchy:
             counters=counters,
             max_waiting=limits.max_cascade_waiting,
         )
+        self.touches = Touches(self.levels, self.restores, self.cascade)
 
     def view(self, slot: int) -> memoryview:
         """The bytes of a slot, `(slot_bytes,)` uint8, writable."""
@@ -153,6 +154,8 @@ class Hierarchy:
         Cost: 1-2 us in a batch, at a million chunks (`bench/run.py scheduler`).
         """
         if request.step != self._step:
+            if self._noticed_step != self._step:
+                self._notice_resets()
             request.begin_step(self._step)
         slot = self._shards[hash(key) >> SHARD_SHIFT].get(key, -1)
         if slot >= 0:
@@ -337,29 +340,17 @@ class Hierarchy:
         chain = list(request.in_order(dict.fromkeys(request.chain)))
         request.chain.clear()
         if chain:
-            self._to_touch.append((chain, request.offered_below))
+            self.touches.add(chain, request.offered_below)
 
-    def _touch_below(self) -> None:
-        """Tell lower levels of ended requests, leaf first, a bounded number of keys a step."""
-        budget, level_with = _MAX_TOUCHED_PER_STEP, self.restores.level_with
-        while self._to_touch and budget > 0:
-            chain, once = self._to_touch[0]
-            part = chain[-budget:]
-            del chain[-budget:]
-            budget -= len(part)
-            if not chain:
-                self._to_touch.popleft()
-            for level in self.levels:
-                level.touch(part)
-            # What a lower level refused or lost while it was full or away gets another chance.
-            # A level that counts offers gets one a request.
-            self.cascade.add([k for k in part if k not in once and level_with(k) is None])
-
-    def end_step(self, scheduled: Collection[str] = ()) -> None:
+    def end_step(self, scheduled: Collection[str] = ()) -> bool:
         """Once per engine step, after its lookups and loads, before its stores.
 
         Args:
             scheduled: Ids of requests that began to run in this step: they want nothing any more.
+
+        Returns:
+            Whether another engine was found to have reset the cache: everything is forgotten, and
+            what requests have computed or loaded so far must not be stored, as after `reset`.
         """
         self.poll()
         now_s = self._clock.now_s()
@@ -380,17 +371,25 @@ class Hierarchy:
         self.fresh.advance_step()
         self.restores.refresh()
         self.restores.admit(self._step, now_s)
-        self._touch_below()
+        self.touches.submit()
         self.cascade.submit()
         self.events.tell_found()
         for request in list(self._holders.values()):
             kept = request.queued and request.deadline_s is not None and now_s < request.deadline_s
             if not kept:
                 self._let_go(request)
+        self._notice_resets()
+        self._step += 1
+        is_outdated, self._is_outdated = self._is_outdated, False
+        return is_outdated
+
+    def _notice_resets(self) -> None:
+        """Before the first lookup of a step (an idle engine made none for long), and at its end."""
+        self._noticed_step = self._step
         if any(level.epoch_moved() for level in self.levels):
             self._log.warning("another engine dropped the shared cache; this one forgets it too")
             self._forget_all(raise_epoch=False)
-        self._step += 1
+            self._is_outdated = True
 
     def poll(self) -> None:
         """Book what the movers have finished. O(finished)."""
@@ -414,14 +413,18 @@ class Hierarchy:
                 self.pool.unpin(slot)
 
     def has_pending_work(self) -> bool:
-        """Whether the engine should keep stepping although it has no request."""
+        """Whether the engine should keep stepping although it has no request.
+
+        Not for what hangs in a tier, and what waits behind it: an idle engine costs nothing.
+        Whenever that ends, the next step books it.
+        """
         return bool(
-            len(self.restores)
-            or len(self.cascade)
-            or self._draining_until
-            or self._to_touch
+            self._draining_until
+            or self.touches
             or self.fresh.is_listing
             or self.events.has_more
+            or self.cascade.can_go_on
+            or any(level.transfers.has_news for level in self.levels)
         )
 
     # --- reset and close ----------------------------------------------------------------------
@@ -445,7 +448,7 @@ class Hierarchy:
 
     def _forget_all(self, *, raise_epoch: bool) -> None:
         self.cascade.clear_waiting()
-        self._to_touch.clear()
+        self.touches.clear()
         for request in [*self._holders.values(), *self._hitters.values()]:
             self._let_go(request)
         for key, slot in list(self.pool.keys()):

@@ -101,7 +101,9 @@ class Level:
         self._free: dict[int, int] = {}
         self._num_writing = [0] * len(self._slot_bytes)
         self._num_deleting = [0] * len(self._slot_bytes)
-        self._epoch_seen = self._epochal.epoch() if self._epochal else 0
+        self._epoch_seen = self._epochal.epoch() if self._epochal else None
+        """What is offered now is for this epoch, and refused once there is another."""
+        self._must_raise = False
         self._raiser: threading.Thread | None = None
         self._stop = threading.Event()
         self._adopt(tier.evictable())
@@ -168,7 +170,8 @@ class Level:
             self._decline("not_admitted")
             return None
         self.make_room(size_class, 1)
-        ticket = self.transfers.write(key, data, self._clock.now_s() + self._write_deadline_s)
+        deadline_s = self._clock.now_s() + self._write_deadline_s
+        ticket = self.transfers.write(key, data, deadline_s, self._epoch_seen)
         if ticket is None:
             self._decline("backpressure")
             return None
@@ -250,6 +253,9 @@ class Level:
         if error is not None:
             self._keep_evictable(key)
             return
+        if not done.outcome.num_bytes:
+            self._decline("before_reset")
+            return
         policy = self._policies[size_class]
         if key not in policy:
             policy.on_insert(key)
@@ -274,7 +280,7 @@ class Level:
     # --- epochs -------------------------------------------------------------------------------
 
     def epoch_moved(self) -> bool:
-        """Whether another process raised the epoch since this level last looked."""
+        """Whether another process raised the epoch since this level was last made void."""
         if self._epochal is None or self._raiser is not None:
             return False
         return self._epochal.epoch() != self._epoch_seen
@@ -286,13 +292,21 @@ class Level:
         waits for that.
         """
         self._generation += 1
+        before = self._epoch_seen
+        if self._epochal is not None:
+            self._epoch_seen = self._epochal.epoch()
         self.transfers.cancel_queued()
         for policy in self._policies:
             for key in list(policy.victims()):
                 policy.on_drop(key)
                 self._events.add(self.name, key, removed=True)
+        self._must_raise |= raise_epoch
+        if self._epoch_seen != before and not self._must_raise:
+            return  # the tier serves nothing of before, and takes nothing that is for it
         self._raiser = threading.Thread(
-            target=self._raise_epoch, args=(raise_epoch,), name=f"undercroft-{self.name}-epoch"
+            target=self._run_raiser,
+            args=(self._generation,),
+            name=f"undercroft-{self.name}-epoch",
         )
         self._raiser.daemon = True
         self._raiser.start()
@@ -304,13 +318,14 @@ class Level:
         self._raiser.join(timeout_s)
         return not self._raiser.is_alive()
 
-    def _raise_epoch(self, raise_epoch: bool) -> None:  # noqa: FBT001 - thread target
-        # A write that began before the reset may still run and would be stamped with the epoch it
-        # sees: wait for it first. If it hangs, raise at once for durability and again afterwards.
-        drained = self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
-        while not self._stop.is_set():
+    def _run_raiser(self, generation: int) -> None:
+        # A write that is under way is refused if it comes into a new epoch. Without one it has to
+        # be waited for. If it hangs, make void at once, and again when it is out.
+        is_refused = self._epochal is not None and self._must_raise
+        drained = is_refused or self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
+        while not self._stop.is_set() and generation == self._generation:
             try:
-                self._make_void(raise_epoch=raise_epoch)
+                self._make_void(generation)
             except Exception as error:  # noqa: BLE001 - a stranger's tier may raise anything
                 self._log.warning("tier %s: the epoch cannot be raised yet: %s", self.name, error)
                 self._stop.wait(_RAISE_RETRY_S)
@@ -320,15 +335,15 @@ class Level:
             while not (drained or self._stop.is_set()):
                 drained = self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
 
-    def _make_void(self, *, raise_epoch: bool) -> None:
-        if self._epochal is not None:
-            if raise_epoch:
-                self._epochal.raise_epoch()
-            self._epoch_seen = self._epochal.epoch()
-        if self._epochal is None or not raise_epoch:
-            # Without an epoch of our own: what we wrote before we knew of the other's.
-            for key, _ in list(self._indexed.evictable()):
-                self.tier.delete(key)
+    def _make_void(self, generation: int) -> None:
+        if self._epochal is not None and self._must_raise:
+            raised = self._epochal.raise_epoch()
+            if generation == self._generation:
+                self._epoch_seen, self._must_raise = raised, False
+            return
+        # No new epoch here, but perhaps in a level beside: what we wrote is from before.
+        for key, _ in list(self._indexed.evictable()):
+            self.tier.delete(key)
 
     def close(self, deadline_s: float) -> None:
         """Stop the movers and close the tier, bounded even if the tier hangs."""

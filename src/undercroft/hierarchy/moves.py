@@ -32,6 +32,7 @@ class Move:
         "before",
         "buffer",
         "deadline_s",
+        "epoch",
         "key",
         "num_bytes",
         "op",
@@ -50,6 +51,8 @@ class Move:
         self.buffer = buffer
         self.num_bytes = num_bytes
         self.deadline_s = deadline_s
+        self.epoch: int | None = None
+        """What a write is for; None: any."""
         self.state = _QUEUED
         self.ticket = 0
         self.submitted_s = 0.0

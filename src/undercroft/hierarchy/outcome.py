@@ -28,7 +28,8 @@ class Outcome:
         error: Why it failed; None if it did not. An absent chunk is no error. Not to be raised:
             moves that never reached the tier, or did not come back, share one object.
         num_bytes: Bytes moved: the chunk's length after a read that found it or a write that
-            worked, otherwise 0.
+            worked, otherwise 0. A write without an error that moved none came too late: the epoch
+            that it was for is over.
         seconds: From submission to this end, waiting and retries included.
         found: A read filled its buffer with the verified chunk. False for every other end, and
             always for writes and deletes.

@@ -39,6 +39,7 @@ _ABANDONED, _ENDED = MoveState.ABANDONED, MoveState.ENDED
 _ANSWERS = (CorruptChunk, FormatTooNew, TierFull)
 _SPEED_WEIGHT = 0.1
 _STALE_DEADLINES = 1024
+_LEAST_PATIENCE_S, _MOST_PATIENCE_S = 2.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ class Transfers:
         self._released: list[int] = []
         self._next_ticket = 1
         self._num_running = 0
+        self._hope_ends_s = float("-inf")
         self._s_per_byte: dict[Op, float] = {}
         self._closer: threading.Thread | None = None
         self._tier_closed = False
@@ -150,13 +152,16 @@ class Transfers:
         """Fill `out` with the chunk by `deadline_s` (absolute). Returns the ticket."""
         return self._submit(Move(_READ, key, out, out.nbytes, deadline_s))
 
-    def write(self, key: ChunkKey, data: memoryview, deadline_s: float) -> int | None:
-        """Store `data` by `deadline_s` (absolute).
+    def write(
+        self, key: ChunkKey, data: memoryview, deadline_s: float, epoch: int | None = None
+    ) -> int | None:
+        """Store `data` by `deadline_s` (absolute), if given, for `epoch` or not at all.
 
         Returns:
             The ticket; None if the queue is full: drop the chunk and count it.
         """
         move = Move(_WRITE, key, data, data.nbytes, deadline_s)
+        move.epoch = epoch
         if self._queue.write_bytes + move.num_bytes > self._max_queued_write_bytes:
             return None
         return self._submit(move)
@@ -179,7 +184,8 @@ class Transfers:
             self._moves[ticket] = move
             self._note_deadline(move)
             self._queue.add(move)  # from here on a mover may have it
-            self._crew.wake(move.op)
+            if self._crew.wake(move.op):
+                self._hope_for(move, now_s)
         return ticket
 
     def _note_deadline(self, move: Move) -> None:
@@ -226,6 +232,7 @@ class Transfers:
             if not self._crew.can_serve:
                 self._end_queued(self._errors.left_alone, max_outcomes, now_s)
         if start_one:
+            self._hope_ends_s = max(self._hope_ends_s, now_s + _LEAST_PATIENCE_S)
             self._crew.start_one()
 
     def _expire(self, out: list[Done], now_s: float, max_outcomes: int) -> None:
@@ -254,10 +261,6 @@ class Transfers:
         move.state = _ABANDONED
         self._crew.on_stuck(move)
         self._breaker.on_failure(move.permit, now_s)
-        if move.num_bytes:
-            slow = (now_s - move.started_s) / move.num_bytes
-            if slow > self._s_per_byte.get(move.op, 0.0):
-                self._see_speed(move.op, slow)
 
     # --- state --------------------------------------------------------------------------------
 
@@ -271,6 +274,26 @@ class Transfers:
     def breaker(self) -> Breaker:
         """The circuit breaker, to be read only."""
         return self._breaker
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` or `take_released` has something to tell, or should have before long.
+
+        False while all that is under way is in, or behind, calls that are long overdue: it may
+        end, but nobody knows when, and it is not worth asking again and again.
+        """
+        if self._done or self._released:
+            return True
+        if not self._moves:
+            return False
+        now_s = self._clock.now_s()
+        return now_s < self._hope_ends_s or self._deadlines[0][0] <= now_s
+
+    def _hope_for(self, move: Move, now_s: float) -> None:
+        """A thread turns to `move`: until when its end is worth waiting for."""
+        patience_s = 4 * move.num_bytes * self._s_per_byte.get(move.op, 0.0)
+        patience_s = min(max(patience_s, _LEAST_PATIENCE_S), _MOST_PATIENCE_S)
+        self._hope_ends_s = max(self._hope_ends_s, now_s + patience_s)
 
     @property
     def num_queued_reads(self) -> int:
@@ -313,7 +336,11 @@ class Transfers:
         return self._attempts.num_retries
 
     def s_per_byte(self, op: Op) -> float | None:
-        """Seconds per byte that one thread needs, moving average; None: nothing seen yet."""
+        """Seconds per byte that one thread needs, moving average; None: nothing seen yet.
+
+        Of what was served. A call that hangs says nothing of speed: it would make whoever asks how
+        long to wait wait for the next one all the longer.
+        """
         return self._s_per_byte.get(op)
 
     # --- ending -------------------------------------------------------------------------------
@@ -379,12 +406,12 @@ class Transfers:
             self._report(move, error, now_s)
 
     def _report(
-        self, move: Move, error: KvError | None, now_s: float, *, found: bool = False
+        self, move: Move, error: KvError | None, now_s: float, *, moved: bool = False
     ) -> None:
         """The move has ended and nobody is in its buffer. Locked, if a mover may know it."""
         move.state = _ENDED
         move.buffer = None
-        self._done.append(self._ended(move, error, now_s, found=found))
+        self._done.append(self._ended(move, error, now_s, moved=moved))
 
     def _ended(
         self,
@@ -392,13 +419,12 @@ class Transfers:
         error: KvError | None,
         now_s: float,
         *,
-        found: bool = False,
+        moved: bool = False,
         buffer_free: bool = True,
     ) -> Done:
-        moved = found or (error is None and move.op is _WRITE)
-        outcome = Outcome(
-            move.key, error, move.num_bytes if moved else 0, now_s - move.submitted_s, found
-        )
+        num_bytes = move.num_bytes if moved else 0
+        found = moved and move.op is _READ
+        outcome = Outcome(move.key, error, num_bytes, now_s - move.submitted_s, found)
         return Done(move.ticket, move.op, outcome, buffer_free)
 
     # --- on the mover threads -----------------------------------------------------------------
@@ -416,6 +442,7 @@ class Transfers:
                 move.started_s = now_s
                 move.permit = permit
                 self._num_running += 1
+                self._hope_for(move, now_s)
                 return True
             error = self._errors.left_alone
         self._queue.leave(move)
@@ -427,15 +454,15 @@ class Transfers:
     def serve(self, move: Move) -> None:
         """See `Runner.serve`."""
         try:
-            error, found = self._attempts.perform(move)
+            error, moved = self._attempts.perform(move)
         except BaseException as exc:  # the thread dies of it, and says so; the ticket still ends
             error = self._attempts.translated(exc, move)
             error.__cause__ = None
-            self._finish(move, error, found=False)
+            self._finish(move, error, moved=False)
             raise
-        self._finish(move, error, found=found)
+        self._finish(move, error, moved=moved)
 
-    def _finish(self, move: Move, error: KvError | None, *, found: bool) -> None:
+    def _finish(self, move: Move, error: KvError | None, *, moved: bool) -> None:
         now_s = self._clock.now_s()
         with self._lock:
             self._num_running -= 1
@@ -450,13 +477,13 @@ class Transfers:
             del self._moves[move.ticket]
             if error is None:
                 self._breaker.on_success(move.permit)
-                if move.num_bytes and (found or move.op is _WRITE):
+                if move.num_bytes and moved:
                     self._see_speed(move.op, (now_s - move.started_s) / move.num_bytes)
             elif isinstance(error, _ANSWERS):
                 self._breaker.on_answer(move.permit)
             else:
                 self._breaker.on_failure(move.permit, now_s)
-            self._report(move, error, now_s, found=found)
+            self._report(move, error, now_s, moved=moved)
 
     def _see_speed(self, op: Op, s_per_byte: float) -> None:
         before = self._s_per_byte.get(op, s_per_byte)

@@ -238,7 +238,12 @@ TIER_OPTIONS: Mapping[str, Mapping[str, Key]] = {
             "1GiB",
             "Bytes of the file system left to others.",
         ),
-        Key("num_threads", positive, "4", "Threads that read and write."),
+        Key(
+            "num_threads",
+            positive,
+            "8 for chunks below 1 MiB, else 4",
+            "Threads that read and write.",
+        ),
         Key(
             "direct", flag, "where possible", "Bypass the page cache where the file system lets us."
         ),

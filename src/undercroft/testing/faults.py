@@ -186,9 +186,13 @@ class FaultyTier(WrappingTier):
 
     def write_from(self, key: ChunkKey, data: memoryview) -> None:
         """See `Tier.write_from`; not always true here."""
+        self.write(key, data, None)
+
+    def write(self, key: ChunkKey, data: memoryview, epoch: int | None) -> bool:
+        """As `write_from`; for `epoch` if one is given."""
         effect = self._before(_WRITE, key)
         if effect is Effect.LOST_WRITE:
-            return
+            return True
         target = key
         if effect in {Effect.TORN_WRITE, Effect.FLIPPED_BIT}:
             data = memoryview(bytearray(data))
@@ -200,9 +204,10 @@ class FaultyTier(WrappingTier):
         elif effect is Effect.MISDIRECTED_WRITE:
             target = self._other(key)
             self.inner.delete(target)
-        self.inner.write_from(target, data)
+        written = self.pass_on(target, data, epoch)
         with self._changed:
             self._keys[key] = None
+        return written
 
     def delete(self, key: ChunkKey) -> None:
         """See `Tier.delete`."""

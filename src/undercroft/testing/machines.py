@@ -77,6 +77,8 @@ class GroupRequest:
     waits_since_s: float | None = None
     jobs: list[Job] = field(default_factory=list)
     aborted: bool = False
+    outdated: bool = False
+    """What it has computed is from before another engine's reset."""
 
 
 class GroupEngine:
@@ -226,12 +228,18 @@ class GroupEngine:
             entry.num_computed_tokens = entry.num_stored_tokens = hits
             if hits:
                 self._begin_load(entry, hits)
-        self.hierarchy.end_step(started)
+        if self.hierarchy.end_step(started):
+            self._distrust(started)
         for entry in list(self.running):
             self._compute(entry, num_tokens, fails=fails)
         leaving, self._leaving = self._leaving, []
         for entry in leaving:
             self.hierarchy.finish_request(entry.request)
+
+    def _distrust(self, started: list[str]) -> None:
+        for entry in self.running:
+            began_now = entry.request.id in started and not entry.num_hit_tokens
+            entry.outdated |= not began_now
 
     def _begin_load(self, entry: GroupRequest, hit_tokens: int) -> None:
         keys: list[ChunkKey] = []
@@ -250,7 +258,7 @@ class GroupEngine:
             size = group.tokens_per_chunk
             keys += of_group[entry.num_stored_tokens // size : entry.num_computed_tokens // size]
         entry.num_stored_tokens = entry.num_computed_tokens
-        if keys:
+        if keys and not entry.outdated:
             plan = self.hierarchy.prepare_store(keys, entry.request)
             assert set(plan.keys) <= set(keys)
             assert plan.keys == [key for key in keys if key in set(plan.keys)]

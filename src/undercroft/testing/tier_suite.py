@@ -8,8 +8,8 @@ A tier's test is a subclass::
 
 `TierSuite` is for all; the others are for tiers with that ability, and a test fails if one that
 applies is left out. `VerifiedSuite` is for tiers that find out when their bytes were changed;
-it needs the raw hooks, which reach the stored bytes past the tier. `DurableSuite` is for tiers
-whose chunks outlive the process.
+it needs the raw hooks, which reach the stored bytes past the tier. For tiers whose chunks outlive
+the process there is `undercroft.testing.durable_suite`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from undercroft.tiers.base import Bounded, Epochal, Indexed, Tier
 
 __all__ = [
     "BoundedSuite",
-    "DurableSuite",
     "EpochalSuite",
     "IndexedSuite",
     "TierSuite",
@@ -374,6 +373,49 @@ class EpochalSuite(TierSuite):
             tier.write_from(key, self.chunk(key))
             assert self.read(tier, key) == self.chunk(key)
 
+    def test_a_write_for_an_older_epoch_is_refused(self, tier: Tier) -> None:
+        """It leaves nothing, takes nothing away, and the same chunk may be written anew."""
+        assert isinstance(tier, Epochal)
+        old, new = key_of("old"), key_of("new")
+        before = tier.epoch()
+        assert tier.write_in_epoch(old, self.chunk(old), before)
+        assert self.read(tier, old) == self.chunk(old)
+        now = tier.raise_epoch()
+        assert tier.write_in_epoch(new, self.chunk(new), now)
+        for key in (old, new):
+            assert not tier.write_in_epoch(key, memoryview(bytes(self.chunk_bytes)), before)
+        assert not tier.contains(old)
+        assert self.read(tier, old) is None
+        assert self.read(tier, new) == self.chunk(new)
+        assert tier.write_in_epoch(old, self.chunk(old), now)
+        assert self.read(tier, old) == self.chunk(old)
+
+    def test_late_writes_do_not_reach_the_next_epoch(self, tier: Tier) -> None:
+        """Threads that write for the old epoch while it is raised leave nothing in the new one."""
+        assert isinstance(tier, Epochal)
+        stale = memoryview(bytes(self.chunk_bytes))
+        for turn in range(3):
+            before = tier.epoch()
+            keys = [key_of((turn, i)) for i in range(_MANY_CHUNKS)]
+            started = threading.Event()
+
+            def write(part: list[ChunkKey], epoch: int, started: threading.Event) -> None:
+                for key in part:
+                    tier.write_in_epoch(key, stale, epoch)
+                    started.set()
+
+            threads = [
+                threading.Thread(target=write, args=(keys[i::2], before, started)) for i in (0, 1)
+            ]
+            for thread in threads:
+                thread.start()
+            started.wait()
+            tier.raise_epoch()
+            for thread in threads:
+                thread.join()
+            for key in keys:
+                assert self.read(tier, key) is None, "from before"
+
     def test_void_chunks_give_their_room_back(self, tier: Tier) -> None:
         """A full tier takes as many chunks again in the next epoch."""
         assert isinstance(tier, Epochal)
@@ -447,48 +489,3 @@ class VerifiedSuite(TierSuite):
         assert self.raw_get(tier, key) is not None
         tier.delete(key)
         assert self.raw_get(tier, key) is None
-
-
-class DurableSuite(TierSuite):
-    """For tiers whose chunks are still there after `close` and `make` with the same path."""
-
-    def test_chunks_outlive_the_tier(self, tmp_path: Path) -> None:
-        """What was written reads back after a restart; what was deleted does not."""
-        keys = [key_of(i) for i in range(6)]
-        tier = self.make(tmp_path, self.capacity_bytes)
-        for key in keys:
-            tier.write_from(key, self.chunk(key))
-        tier.delete(keys[3])
-        used_bytes = tier.used_bytes() if isinstance(tier, Bounded) else 0
-        tier.close()
-        again = self.make(tmp_path, self.capacity_bytes)
-        for key in keys:
-            there = key != keys[3]
-            assert again.contains(key) == there
-            assert self.read(again, key) == (self.chunk(key) if there else None)
-            if isinstance(again, Indexed):
-                assert again.has(key) == there
-        if isinstance(again, Indexed):
-            assert sorted(again.evictable()) == sorted(
-                (key, self.chunk_bytes) for key in keys if key != keys[3]
-            )
-        if isinstance(again, Bounded):
-            assert again.used_bytes() == used_bytes
-        again.close()
-
-    def test_a_new_epoch_outlives_the_tier(self, tmp_path: Path) -> None:
-        """What was made void stays void after a restart."""
-        tier = self.make(tmp_path, self.capacity_bytes)
-        if not isinstance(tier, Epochal):
-            tier.close()
-            return
-        key = key_of("void")
-        tier.write_from(key, self.chunk(key))
-        raised = tier.raise_epoch()
-        tier.close()
-        again = self.make(tmp_path, self.capacity_bytes)
-        assert isinstance(again, Epochal)
-        assert again.epoch() == raised
-        assert not again.contains(key)
-        assert self.read(again, key) is None
-        again.close()

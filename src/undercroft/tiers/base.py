@@ -103,14 +103,29 @@ class Bounded(Protocol):
 
 @runtime_checkable
 class Epochal(Protocol):
-    """A tier whose contents are void once the epoch has been raised."""
+    """A tier whose contents are void once the epoch has been raised. Epochs only rise."""
+
+    def write_in_epoch(self, key: ChunkKey, data: memoryview, epoch: int) -> bool:
+        """As `Tier.write_from`, provided that the epoch is still `epoch`.
+
+        A chunk is never served in another epoch than it was written for, however late its write
+        comes, and whoever raises the epoch while it is under way.
+
+        Returns:
+            False if the epoch is another one: nothing was stored.
+        """
+        ...
 
     def epoch(self) -> int:
         """The epoch now, also when another process raised it (within 100 ms). No I/O."""
         ...
 
     def raise_epoch(self) -> int:
-        """Make everything stored so far void, durably, for every process sharing the tier."""
+        """Make everything stored so far void, durably, for every process sharing the tier.
+
+        Returns:
+            The epoch that this call made; another process may have raised it again since.
+        """
         ...
 
 

@@ -69,6 +69,10 @@ class Checked(WrappingTier):
 
     def write_from(self, key: ChunkKey, data: memoryview) -> None:
         """See `Tier.write_from`."""
+        self.write(key, data, None)
+
+    def write(self, key: ChunkKey, data: memoryview, epoch: int | None) -> bool:
+        """As `write_from`; for `epoch` if one is given."""
         if not 1 <= len(key) <= MAX_KEY_BYTES:
             raise ConfigError(
                 f"a key of {len(key)} bytes: 1 to {MAX_KEY_BYTES} fit the stored format",
@@ -81,8 +85,9 @@ class Checked(WrappingTier):
         frame.pack(head, record[: frame.HEADER_BYTES])
         if key in self.suspects:
             self.inner.delete(key)
-        self.inner.write_from(key, record)
+        written = self.pass_on(key, record, epoch)
         self._forgive(key)
+        return written
 
     def delete(self, key: ChunkKey) -> None:
         """See `Tier.delete`."""

@@ -30,7 +30,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-import xxhash
+from xxhash import xxh3_64_intdigest as _xxh3
 
 from undercroft.errors import CorruptChunk, FormatTooNew
 from undercroft.keys import MAX_KEY_BYTES
@@ -45,6 +45,7 @@ _FIELDS = struct.Struct("<8sHBBIQQQQ32s64s")
 _CHECK = struct.Struct("<Q")
 _CHECK_AT = HEADER_BYTES - _CHECK.size
 _REST = bytes(_CHECK_AT - _FIELDS.size)
+_Fields = tuple[bytes, int, int, int, int, int, int, int, int, bytes, bytes]
 
 
 class Frame(NamedTuple):
@@ -60,12 +61,14 @@ class Frame(NamedTuple):
 
 def checksum(payload: memoryview) -> int:
     """xxh3-64 of `payload`. Threads: any; releases the GIL. Cost: one pass over memory."""
-    return xxhash.xxh3_64_intdigest(payload)
+    return _xxh3(payload)
 
 
 def pack(frame: Frame, block: memoryview) -> None:
     """Write `frame` into `block`, `(HEADER_BYTES,)` uint8, every byte of it."""
-    block[: _FIELDS.size] = _FIELDS.pack(
+    _FIELDS.pack_into(
+        block,
+        0,
         _MAGIC,
         FORMAT_VERSION,
         _XXH3_64,
@@ -79,7 +82,7 @@ def pack(frame: Frame, block: memoryview) -> None:
         frame.key,
     )
     block[_FIELDS.size : _CHECK_AT] = _REST
-    block[_CHECK_AT:] = _CHECK.pack(xxhash.xxh3_64_intdigest(block[:_CHECK_AT]))
+    _CHECK.pack_into(block, _CHECK_AT, _xxh3(block[:_CHECK_AT]))
 
 
 def unpack(block: memoryview) -> Frame:
@@ -89,13 +92,18 @@ def unpack(block: memoryview) -> Frame:
         CorruptChunk: Not a header, or a damaged one.
         FormatTooNew: An undamaged header of a later format version.
     """
-    magic, version, kind, key_bytes, size, epoch, sequence, payload_bytes, payload, space, key = (
-        _FIELDS.unpack_from(block)
-    )
+    _, _, _, key_bytes, _, epoch, sequence, payload_bytes, payload, space, key = _fields(block)
+    return Frame(key[:key_bytes], space, epoch, sequence, payload_bytes, payload)
+
+
+def _fields(block: memoryview) -> _Fields:
+    """The fields of an undamaged header of this version."""
+    fields: _Fields = _FIELDS.unpack_from(block)
+    magic, version, kind, key_bytes, size = fields[:5]
     if magic != _MAGIC:
         raise CorruptChunk("the header's magic is wrong: overwritten, lost, or never written")
     (stored,) = _CHECK.unpack_from(block, _CHECK_AT)
-    if stored != xxhash.xxh3_64_intdigest(block[:_CHECK_AT]):
+    if stored != _xxh3(block[:_CHECK_AT]):
         raise CorruptChunk("the header's checksum differs")
     if version > FORMAT_VERSION:
         raise FormatTooNew(
@@ -106,7 +114,7 @@ def unpack(block: memoryview) -> Frame:
         raise CorruptChunk(f"the header says version {version}, checksum {kind}, {size} bytes")
     if not 1 <= key_bytes <= MAX_KEY_BYTES:
         raise CorruptChunk(f"the header says {key_bytes} bytes of key")
-    return Frame(key[:key_bytes], space, epoch, sequence, payload_bytes, payload)
+    return fields
 
 
 def verify(
@@ -125,12 +133,12 @@ def verify(
         CorruptChunk: It is not; the message says in what.
         FormatTooNew: A later version wrote it.
     """
-    head = unpack(block)
-    if head.key != key or head.namespace != namespace:
+    _, _, _, key_bytes, _, head_epoch, _, num_bytes, stored, space, head_key = _fields(block)
+    if head_key[:key_bytes] != key or space != namespace:
         raise CorruptChunk("the record belongs to another chunk")
-    if head.epoch != epoch:
-        raise CorruptChunk(f"the record is of epoch {head.epoch}, not {epoch}")
-    if head.payload_bytes != len(payload):
-        raise CorruptChunk(f"{head.payload_bytes} bytes are stored, {len(payload)} were asked for")
-    if head.payload_checksum != checksum(payload):
+    if head_epoch != epoch:
+        raise CorruptChunk(f"the record is of epoch {head_epoch}, not {epoch}")
+    if num_bytes != len(payload):
+        raise CorruptChunk(f"{num_bytes} bytes are stored, {len(payload)} were asked for")
+    if stored != checksum(payload):
         raise CorruptChunk("the payload's checksum differs")

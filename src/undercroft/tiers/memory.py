@@ -63,11 +63,20 @@ class MemoryTier:
 
     def write_from(self, key: ChunkKey, data: memoryview) -> None:
         """See `Tier.write_from`."""
+        self._write(key, data, None)
+
+    def write_in_epoch(self, key: ChunkKey, data: memoryview, epoch: int) -> bool:
+        """See `Epochal.write_in_epoch`."""
+        return self._write(key, data, epoch)
+
+    def _write(self, key: ChunkKey, data: memoryview, wanted_epoch: int | None) -> bool:
         num_bytes = data.nbytes
         with self._lock:
             self._check_open()
+            if wanted_epoch not in {None, self._epoch}:
+                return False
             if key in self._chunks:
-                return
+                return True
             if self._used_bytes + num_bytes > self.capacity_bytes:
                 raise TierFull(
                     f"tier {self.name!r} holds {self._used_bytes} of {self.capacity_bytes} bytes: "
@@ -87,6 +96,7 @@ class MemoryTier:
                     self._used_bytes -= num_bytes
                 elif not void and chunk is not None:
                     self._chunks[key] = chunk
+        return not void
 
     def delete(self, key: ChunkKey) -> None:
         """See `Tier.delete`."""

@@ -15,6 +15,9 @@ __all__ = ["WrappingTier"]
 class WrappingTier:
     """Base of wrappers: holds the inner tier and passes its abilities on; the verbs are yours.
 
+    A tier can be written to in two ways, with and without an epoch: let `write_from` call a method
+    `write(key, data, epoch)`, as `Epochal.write_in_epoch` does, and that end in `pass_on`.
+
     The wrapper is `Indexed`, `Bounded`, `Epochal` or `Following` exactly if the inner tier is.
 
     Args:
@@ -35,6 +38,13 @@ class WrappingTier:
     def __init__(self, inner: Tier) -> None:
         self.inner: Any = inner  # the abilities below are there only if `inner` has them
         self.name = inner.name
+
+    def pass_on(self, key: ChunkKey, data: memoryview, epoch: int | None) -> bool:
+        """Write to the inner tier, for `epoch` if one is given; False: it is another by now."""
+        if epoch is not None:
+            return bool(self.inner.write_in_epoch(key, data, epoch))
+        self.inner.write_from(key, data)
+        return True
 
 
 class _IndexedAbility(WrappingTier):
@@ -59,6 +69,10 @@ class _BoundedAbility(WrappingTier):
 
 
 class _EpochalAbility(WrappingTier):
+    def write_in_epoch(self, key: ChunkKey, data: memoryview, epoch: int) -> bool:
+        verbs: Any = self
+        return bool(verbs.write(key, data, epoch))
+
     def epoch(self) -> int:
         return int(self.inner.epoch())
 

@@ -1,5 +1,7 @@
 """The manager alone: no fault of ours reaches the engine, and a request gets what it asked for."""
 
+import time
+
 import pytest
 from managers import HOST, KEYS, context, disk, manager, settle, step, store, walk
 from rig import running
@@ -184,6 +186,36 @@ def test_requests_that_lived_through_a_reset_store_nothing(tmp_path):
         assert m.prepare_store(KEYS[2:4], running).keys_to_store == KEYS[2:4]
         m.on_request_finished(loading)
         assert m.prepare_store(KEYS[4:], context("loading")).keys_to_store == KEYS[4:]
+
+
+def test_requests_that_lived_through_the_reset_of_another_engine_store_nothing(tmp_path):
+    """As after a reset of one's own, from the step on in which it is noticed; a request that
+    begins only in that step has nothing from before."""
+    extra = {**HOST, **disk(tmp_path)}
+    with manager(extra, engine_id="one") as m, manager(extra, engine_id="two") as other:
+        running, waiting, loading, begins = map(
+            context, ("running", "waiting", "loading", "begins")
+        )
+        store(m)
+        settle(m)
+        for ctx in (running, waiting, loading, begins):
+            m.on_new_request(ctx)
+        assert walk(m, loading) == len(KEYS)
+        m.prepare_load(KEYS, loading)
+        step(m, "running")
+        other.reset_cache()
+        time.sleep(0.05)
+
+        step(m, "loading", "begins")
+        for ctx in (running, waiting, loading):
+            assert m.prepare_store(KEYS, ctx).keys_to_store == []
+        assert m.prepare_store(KEYS[:2], begins).keys_to_store == KEYS[:2]
+        step(m, "waiting")
+        assert m.prepare_store(KEYS[2:4], waiting).keys_to_store == KEYS[2:4]
+        m.on_schedule_end(ScheduleEndContext(new_req_ids=(), preempted_req_ids=("running",)))
+        assert m.prepare_store(KEYS[4:6], running).keys_to_store == KEYS[4:6]
+        assert m.prepare_store(KEYS[6:], loading).keys_to_store == []
+        assert m.get_stats().data["data"]["vllm:undercroft_declined_chunks"]
 
 
 def test_a_disk_that_is_gone_is_a_miss_and_not_a_fault(tmp_path):

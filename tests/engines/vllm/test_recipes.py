@@ -201,14 +201,14 @@ def test_b12_one_chunk_that_cannot_be_written(tmp_path):
     """It alone is missing: 1 1 0 1 1 1 1 1."""
     with ours(tmp_path, 16, engine_id="one") as m:
         tier = m.hierarchy.levels[0].tier
-        write = tier.write_from
+        write = tier.write_in_epoch
 
-        def refuse(key, data):
+        def refuse(key, data, epoch):
             if key == A[2]:
                 raise TierUnavailable("no such path", tier=tier.name, key=key)
-            write(key, data)
+            return write(key, data, epoch)
 
-        tier.write_from = refuse
+        tier.write_in_epoch = refuse
         put(m, A[:8])
         stored = [int(tier.has(key)) for key in A[:8]]
         assert stored == [1, 1, 0, 1, 1, 1, 1, 1]

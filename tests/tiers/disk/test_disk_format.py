@@ -116,15 +116,23 @@ def test_the_ring_tells_what_changed_or_that_too_much_did() -> None:
     """Followers get each change once, in order, or learn that some are lost; also at wrap."""
     for start in (1, 447, 448, 100_000, (1 << 32) - 20):
         page = bytearray(4096)
-        for change in range(start, start + 40):
-            place = table.ring_place(change)
-            page[place : place + 8] = table.ring_item(change, change % 1000)
+        tell(page, start, [change % 1000 for change in range(start, start + 40)])
         seen = table.changed_slots(bytes(page), (start + 10) & 0xFFFFFFFF)
         assert seen == [change % 1000 for change in range(start + 10, start + 40)]
+        at_once = bytearray(page)
         for change in range(start + 40, start + 40 + table.RING_ITEMS):
-            place = table.ring_place(change)
-            page[place : place + 8] = table.ring_item(change, 5)
+            tell(page, change, [5])
         assert table.changed_slots(bytes(page), (start + 10) & 0xFFFFFFFF) is None
+        tell(at_once, start + 40, [7] * 100 + [5] * table.RING_ITEMS)
+        assert table.changed_slots(bytes(at_once), (start + 40) & 0xFFFFFFFF) is None
+        assert table.changed_slots(bytes(at_once), start + 140) == [5] * table.RING_ITEMS
+
+
+def tell(page: bytearray, change: int, slots: list[int]) -> None:
+    """What an owner writes into its header page."""
+    for place, items in table.ring_runs(change, slots):
+        page[place : place + len(items)] = items
+        assert table.RING_AT <= place < place + len(items) <= 4096
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -16,7 +16,7 @@ from undercroft.errors import CorruptChunk, KvError, TierFull
 from undercroft.keys import Namespace
 from undercroft.tiers.disk import DiskTier
 
-from .support import disk, du, files, key, put, right
+from .support import content, disk, du, files, key, put, right
 
 OTHER = Namespace({"model": "another"})
 
@@ -266,6 +266,30 @@ def test_an_epoch_raised_while_another_writes(tmp_path: Path) -> None:
             assert hits(other, list(range(20))) == []
             assert writer(hits, list(range(20))) == []
         other.close()
+
+
+def test_a_write_for_an_older_epoch_is_never_served(tmp_path: Path) -> None:
+    """However soon it comes after another process raised the epoch, and however late."""
+    with process(tmp_path) as other:
+        tier = disk(tmp_path)
+
+        def late(number: int, epoch: int) -> bool:
+            return tier.write_in_epoch(key(number), memoryview(content(key(number))), epoch)
+
+        for turn in range(20):
+            numbers = list(range(20 * turn, 20 * turn + 20))
+            before = tier.epoch()
+            put(tier, numbers[0])
+            other(DiskTier.raise_epoch)
+            for number in numbers[1:]:
+                late(number, before)
+                time.sleep(0.0002)
+            time.sleep(0.025)
+            assert hits(tier, numbers) == []
+            assert other(hits, numbers) == []
+            assert late(turn, tier.epoch())
+            assert hits(tier, [turn]) == [turn]
+        tier.close()
 
 
 def test_an_empty_dead_namespace_takes_no_share(tmp_path: Path) -> None:

@@ -258,9 +258,10 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._refresh()
         self._tally.pace.step_began()
+        if self.hierarchy.end_step(context.new_req_ids):
+            self._distrust()
         if self._outdated:
             self._trust_again(context)
-        self.hierarchy.end_step(context.new_req_ids)
 
     @override
     @_safe(lambda: False)

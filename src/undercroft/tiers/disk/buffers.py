@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from contextlib import suppress
 
 import numpy as np
 
@@ -44,8 +43,11 @@ class AlignedPool:
         """`num_bytes` of page-aligned memory holding anything; to be given back."""
         kept = self._kept.get(num_bytes)
         if kept:
-            with suppress(IndexError):
+            try:
                 buffer = kept.pop()
+            except IndexError:  # another thread took the last one
+                pass
+            else:
                 self._kept_bytes -= num_bytes
                 return buffer
         return memoryview(mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

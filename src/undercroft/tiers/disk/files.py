@@ -67,7 +67,7 @@ class Files:
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         """Write all of `buffers`, in turn, contiguously."""
-        self._whole(os.pwritev(fd, buffers, offset), sum(len(buffer) for buffer in buffers))
+        self._whole(os.pwritev(fd, buffers, offset), sum(map(len, buffers)))
 
     def _whole(self, written: int, wanted: int) -> None:
         if written != wanted:

@@ -65,10 +65,13 @@ class ForeignSegment(OpenSegment):
         slots = None if self.stale else (changed_slots(page, self._next) or None)
         if slots is None:
             sighting = Sighting(None, [self._disk_entries(files, 0, header.num_slots)])
+            self._next = next_change(page)
         else:
+            # Not `next_change`: an item may show up after later ones that were written with it.
+            self._next += len(slots)
             slots = sorted(set(slots))
             sighting = Sighting(slots, [self._disk_entries(files, slot, 1) for slot in slots])
-        self.header, self._page, self._next, self.stale = header, page, next_change(page), False
+        self.header, self._page, self.stale = header, page, False
         return sighting
 
     def disk_holds(self, files: Files, slot: int, key: bytes) -> bool:

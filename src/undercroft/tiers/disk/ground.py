@@ -74,7 +74,5 @@ class Ground:
 
     def leave(self, segment: OpenSegment) -> None:
         """The other half of `enter`."""
-        with self.holdings.lock:
-            last = segment.leave()
-        if last:
+        if self.holdings.leave(segment):
             segment.disk_close(self.files)

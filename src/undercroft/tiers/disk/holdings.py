@@ -23,7 +23,7 @@ _SLOT_MASK = 0xFFFFFFFF
 _BATCH = 2048
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reservation:
     """A slot taken for one write, and what to stamp it with."""
 
@@ -47,6 +47,7 @@ class Holdings:
         self._sequence = 0
         self._number = 0
         self._writing: set[bytes] = set()
+        self._roomy: dict[int, dict[OwnSegment, None]] = {}
         self._adopted: list[tuple[bytes, int]] = []
 
     def __contains__(self, key: bytes) -> bool:
@@ -61,50 +62,83 @@ class Holdings:
             self._number += 1
             return self._number
 
-    def claim(self, key: bytes) -> bool:
-        """Be the one who writes `key`; False if it is here or being written."""
+    def claim(self, key: bytes, record_bytes: int) -> tuple[bool, Reservation | None]:
+        """Be the one who writes `key`, and `reserve`; False if it is here or being written."""
         with self.lock:
-            if key in self._writing or key in self:
-                return False
+            if key in self._writing or key in self._own_keys.shard(key):
+                return False, None
+            if self.foreign and key in self._foreign_keys:
+                return False, None
             self._writing.add(key)
-            return True
+            return True, self._take(record_bytes)
 
     def unclaim(self, key: bytes) -> None:
-        """The writing of `key` has ended, well or not."""
+        """There was no slot for `key`."""
         with self.lock:
             self._writing.discard(key)
 
     def reserve(self, record_bytes: int) -> Reservation | None:
-        """A free slot of that size, pinned, oldest segment first."""
+        """A free slot of that size, pinned, to be settled or abandoned; None if there is none."""
         with self.lock:
-            for segment in self.own.values():
-                if segment.header.record_bytes != record_bytes or segment.doomed:
-                    continue
-                slot = segment.take_slot()
-                if slot >= 0:
-                    self._sequence += 1
-                    return Reservation(segment, slot, self.epoch, self._sequence)
+            return self._take(record_bytes)
+
+    def _take(self, record_bytes: int) -> Reservation | None:
+        """Where there was one lately, or else the first of the oldest segment that has one."""
+        roomy = self._roomy.get(record_bytes)
+        while roomy:
+            segment = next(reversed(roomy))
+            slot = -1 if segment.doomed else segment.take_slot()
+            if slot >= 0:
+                self._sequence += 1
+                return Reservation(segment, slot, self.epoch, self._sequence)
+            del roomy[segment]
+        for segment in self.own.values():
+            if segment.header.record_bytes == record_bytes and segment.num_free:
+                self._note_room(segment)
+                return self._take(record_bytes)
         return None
 
-    def settle(self, taken: Reservation, key: bytes, payload_bytes: int) -> None:
-        """The write of `key` has reached the disk: it is here, unless voided meanwhile."""
+    def _note_room(self, segment: OwnSegment) -> None:
+        size = segment.header.record_bytes
+        roomy = self._roomy.get(size)
+        if roomy is None:
+            roomy = self._roomy[size] = {}
+        roomy[segment] = None
+
+    def settle(self, taken: Reservation, key: bytes, payload_bytes: int) -> bool:
+        """The write of `key` has reached the disk: it is here, unless voided meanwhile.
+
+        Returns:
+            Whether all is done; else see `OwnSegment.end_write`.
+        """
+        segment, slot = taken.segment, taken.slot
         with self.lock:
-            if taken.segment.settle(taken.slot, taken.sequence):
-                place = self._own_keys.get(key)
+            if segment.settle(slot, taken.sequence):
+                shard = self._own_keys.shard(key)
+                place = shard.get(key, -1)
                 if place >= 0:
                     self.own[place >> 32].kill(place & _SLOT_MASK)
-                taken.segment.payload_bytes[taken.slot] = payload_bytes
-                self._own_keys.set(key, taken.segment.place(taken.slot))
+                segment.payload_bytes[slot] = payload_bytes
+                shard[key] = segment.place(slot)
+            self._writing.discard(key)
+            return segment.end_write(slot)
 
-    def abandon(self, taken: Reservation) -> None:
-        """The write failed."""
+    def abandon(self, taken: Reservation, key: bytes) -> bool:
+        """The write failed. Returns: as `settle`."""
         with self.lock:
             taken.segment.abandon(taken.slot)
+            self._writing.discard(key)
+            return taken.segment.end_write(taken.slot)
 
     def unpin(self, segment: OpenSegment, slot: int) -> bool:
         """One user less; True if the caller must close the segment's files."""
         with self.lock:
             return segment.unpin(slot) if isinstance(segment, OwnSegment) else segment.leave()
+
+    def leave(self, segment: OpenSegment) -> bool:
+        """One user less that uses no slot; True if the caller must close the segment's files."""
+        with self.lock:
+            return segment.leave()
 
     def pin(self, key: bytes) -> tuple[OpenSegment, int, int] | None:
         """Segment, slot and epoch of `key`, protected from reuse until `unpin`; None if absent."""
@@ -130,6 +164,7 @@ class Holdings:
                     return False
                 self._own_keys.pop(key)
                 segment.kill(slot)
+                self._note_room(segment)
                 self.num_deletes += 1
                 return True
             if self._foreign_keys.get(key) != place:
@@ -216,6 +251,7 @@ class Holdings:
                     if self._own_keys.get(key) >> 32 == segment.number:
                         self._own_keys.pop(key)
             segment.void()
+            self._roomy.clear()
             del self.own[segment.number]
             return segment.doom()
 

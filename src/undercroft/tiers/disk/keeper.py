@@ -144,9 +144,19 @@ class Keeper:
         own = list(self.ground.holdings.own.values())
         return all(segment.disk_is_linked(self.ground.files) for segment in own)
 
+    def tell(self) -> None:
+        """Tell other processes of every change, though stores that hang are still under way."""
+        for segment in list(self.ground.holdings.own.values()):
+            if segment.num_untold and self.ground.enter(segment):
+                try:
+                    segment.disk_tell(self.ground.files)
+                finally:
+                    self.ground.leave(segment)
+
     def flush(self) -> None:
         """Make what was written so far survive a loss of power."""
         ground = self.ground
+        self.tell()
         for segment in list(ground.holdings.own.values()):
             if segment.dirty and ground.enter(segment):
                 try:

@@ -6,9 +6,9 @@ State here is guarded by the tier's lock; methods named `disk_*` do I/O and are 
 
 from __future__ import annotations
 
-import itertools
 import os
 import stat
+import threading
 from array import array
 from dataclasses import dataclass, field
 
@@ -26,8 +26,7 @@ from undercroft.tiers.disk.table import (
     IndexHeader,
     index_bytes,
     next_change,
-    ring_item,
-    ring_place,
+    ring_runs,
 )
 
 __all__ = [
@@ -39,6 +38,7 @@ __all__ = [
     "segment_bytes",
 ]
 
+_MAX_UNTOLD = 16
 SLAB_SUFFIX = ".slab"
 INDEX_SUFFIX = ".index"
 
@@ -112,10 +112,15 @@ class OwnSegment(OpenSegment):
 
     A slot is free (in `_free`), live (in the tier's table), or busy (in `_busy`: being written or
     read). A busy slot that is deleted becomes free when its last user leaves.
+
+    Followers are told of changes by the ring, in one write for several: whoever ends the last store
+    that is under way tells all, and so does whoever makes `_MAX_UNTOLD` of them. Entries do not
+    wait: they are on disk when a store returns.
     """
 
     charged_bytes: int = 0
     live: int = 0
+    num_writes: int = 0
     dirty: bool = False
     newest: int = 0
     sequences: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
@@ -123,7 +128,9 @@ class OwnSegment(OpenSegment):
     _free: array[int] | None = None
     _busy: dict[int, int] = field(default_factory=dict)
     _leaving: set[int] = field(default_factory=set)
-    _changes: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    _untold: list[int] = field(default_factory=list)
+    _next_change: int = 1
+    _telling: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, entries: Entries | None, epoch: int) -> list[int]:
         """Take over what the index holds; returns the indices of `entries` that are current.
@@ -168,6 +175,7 @@ class OwnSegment(OpenSegment):
         slot = self._free.pop()
         self._busy[slot] = 1
         self.users += 1
+        self.num_writes += 1
         return slot
 
     def pin(self, slot: int) -> None:
@@ -177,6 +185,32 @@ class OwnSegment(OpenSegment):
 
     def unpin(self, slot: int) -> bool:
         """One user of `slot` less; True if the caller must close the files."""
+        self._leave_slot(slot)
+        return self.leave()
+
+    def end_write(self, slot: int) -> bool:
+        """The writer of `slot` is done with it; True if it is done with the segment, too.
+
+        Otherwise it has to call `disk_tell`, and then `leave`.
+        """
+        self.num_writes -= 1
+        self._leave_slot(slot)
+        if self.doomed or self.must_tell():
+            return False
+        self.users -= 1
+        return True
+
+    @property
+    def num_untold(self) -> int:
+        """Changes that followers were not told of."""
+        return len(self._untold)
+
+    def must_tell(self) -> bool:
+        """Whether it is time for `disk_tell`."""
+        untold = len(self._untold)
+        return untold > 0 and (self.num_writes == 0 or untold >= _MAX_UNTOLD)
+
+    def _leave_slot(self, slot: int) -> None:
         left = self._busy[slot] - 1
         if left:
             self._busy[slot] = left
@@ -185,7 +219,6 @@ class OwnSegment(OpenSegment):
             if slot in self._leaving:
                 self._leaving.discard(slot)
                 self._release(slot)
-        return self.leave()
 
     def settle(self, slot: int, sequence: int) -> bool:
         """The write of `slot` has ended; whether the chunk became live rather than void."""
@@ -224,18 +257,24 @@ class OwnSegment(OpenSegment):
         """Free the entry of `slot` on disk, if it may be in use."""
         if self.sequences[slot]:
             files.pwrite(self.index_fd, FREE_ENTRY, self.entry_offset(slot))
-            self._disk_tell(files, slot)
+            self._untold.append(slot)
             self.sequences[slot] = 0
 
     def disk_publish(self, files: Files, slot: int, entry: bytes, sequence: int) -> None:
-        """Say on disk, and to other processes, that `slot` holds a chunk."""
+        """Say on disk that `slot` holds a chunk."""
         self.sequences[slot] = sequence
         files.pwrite(self.index_fd, entry, self.entry_offset(slot))
-        self._disk_tell(files, slot)
+        self._untold.append(slot)
 
-    def _disk_tell(self, files: Files, slot: int) -> None:
-        change = next(self._changes)
-        files.pwrite(self.index_fd, ring_item(change, slot), ring_place(change))
+    def disk_tell(self, files: Files) -> None:
+        """Tell other processes of all changes so far. If that fails, they stay to be told."""
+        with self._telling:
+            untold = self._untold[:]
+            if untold:  # else another thread told them just now
+                for place, items in ring_runs(self._next_change, untold):
+                    files.pwrite(self.index_fd, items, place)
+                self._next_change += len(untold)
+                del self._untold[: len(untold)]
 
     def disk_begin(self, files: Files) -> None:
         """Go on with the ring of the owner before us, so that followers read everything anew.
@@ -243,8 +282,9 @@ class OwnSegment(OpenSegment):
         That owner may have died between an entry and its ring item.
         """
         page = files.pread(self.index_fd, PAGE_BYTES, 0)
-        self._changes = itertools.count(next_change(page) + RING_ITEMS)
-        self._disk_tell(files, 0)
+        self._next_change = next_change(page) + RING_ITEMS
+        self._untold = [0]
+        self.disk_tell(files)
 
     def disk_sync(self, files: Files) -> None:
         """Make payloads durable, then the entries that speak of them."""

@@ -16,6 +16,7 @@ and a million entries are checked by a few array operations.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,8 +44,7 @@ __all__ = [
     "parse_entries",
     "parse_header",
     "parse_header_of",
-    "ring_item",
-    "ring_place",
+    "ring_runs",
 ]
 
 FORMAT_VERSION = 1
@@ -58,6 +58,7 @@ _HEADER = struct.Struct("<8sHHIQQ32s16s")
 _CHECK = struct.Struct("<Q")
 _CHECK_AT = RING_AT - _CHECK.size
 _ENTRY = struct.Struct("<Q64sQQQ8sQQ")
+_BODY = struct.Struct("<15Q")
 _WORDS = ENTRY_BYTES // 8
 _SEED = 0x9E3779B97F4A7C15
 _PRIME = 0xC2B2AE3D27D4EB4F
@@ -140,14 +141,28 @@ def parse_header_of(page: bytes, segment_id: str, namespace: bytes) -> IndexHead
     return header
 
 
-def ring_item(change: int, slot: int) -> bytes:
-    """The eight bytes that tell followers of change number `change`."""
-    return _CHECK.pack((change & _CHANGE_MASK) << 32 | slot)
+def ring_runs(change: int, slots: Sequence[int]) -> list[tuple[int, bytes]]:
+    """What tells followers of changes to `slots`, numbered from `change` on: places and bytes.
 
-
-def ring_place(change: int) -> int:
-    """Where in the file that item goes."""
-    return RING_AT + 8 * ((change & _CHANGE_MASK) % RING_ITEMS)
+    Of more changes than the ring holds, the last: followers see that they missed some.
+    """
+    if len(slots) == 1:
+        masked = change & _CHANGE_MASK
+        return [(RING_AT + 8 * (masked % RING_ITEMS), _CHECK.pack(masked << 32 | slots[0]))]
+    runs: list[tuple[int, bytes]] = []
+    end = -1
+    first = max(0, len(slots) - RING_ITEMS)
+    for number, slot in enumerate(slots[first:], change + first):
+        masked = number & _CHANGE_MASK
+        place = RING_AT + 8 * (masked % RING_ITEMS)
+        item = _CHECK.pack(masked << 32 | slot)
+        if place == end:
+            start, before = runs[-1]
+            runs[-1] = (start, before + item)
+        else:
+            runs.append((place, item))
+        end = place + 8
+    return runs
 
 
 def _ring(page: bytes) -> npt.NDArray[np.uint64]:
@@ -163,6 +178,7 @@ def next_change(page: bytes) -> int:
 def changed_slots(page: bytes, change: int) -> list[int] | None:
     """Slots of the changes numbered `change` and later, oldest first; None if some are lost."""
     items = _ring(page).tolist()
+    change &= _CHANGE_MASK
     slots: list[int] = []
     while True:
         item = items[change % RING_ITEMS]
@@ -189,7 +205,7 @@ def pack_entry(
     body = _ENTRY.pack(
         len(key) | slot << 32, key, epoch, sequence, payload_bytes, namespace[:8], 0, 0
     )
-    return body + _CHECK.pack(fold(struct.unpack("<15Q", body)))
+    return body + _CHECK.pack(fold(_BODY.unpack(body)))
 
 
 def _fold_rows(rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -91,7 +91,6 @@ class DiskTier:
         self._clock = clock
         files = files or Files()
         self._files = files
-        self._namespace = namespace
         self._holdings = Holdings()
         self._records = RecordIo(files, namespace.digest, AlignedPool())
         limits = Limits(capacity_bytes, free_space_floor_bytes, num_replicas, direct)
@@ -117,9 +116,8 @@ class DiskTier:
 
     def read_into(self, key: ChunkKey, out: memoryview) -> bool:
         """See `Tier.read_into`."""
-        self._upkeep.run()
         view = _flat(out)
-        if not self._upkeep.sync_epoch():
+        if not self._upkeep.tend():
             return False
         found = self._holdings.pin(key)
         if found is None:
@@ -132,21 +130,34 @@ class DiskTier:
 
     def write_from(self, key: ChunkKey, data: memoryview) -> None:
         """See `Tier.write_from`."""
+        self._store(key, data, None)
+
+    def write_in_epoch(self, key: ChunkKey, data: memoryview, epoch: int) -> bool:
+        """See `Epochal.write_in_epoch`."""
+        return self._store(key, data, epoch)
+
+    def _store(self, key: ChunkKey, data: memoryview, epoch: int | None) -> bool:
         if not 1 <= len(key) <= MAX_KEY_BYTES:
             raise ConfigError(
                 f"a key of {len(key)} bytes: 1 to {MAX_KEY_BYTES} fit the stored format",
                 tier=self.name,
             )
         view = _flat(data)
-        self._upkeep.run(writing=True)
-        if not self._upkeep.sync_epoch():
+        if not self._upkeep.tend(writing=True):
             raise TierUnavailable("the epoch cannot be read; it is tried again", tier=self.name)
-        if not self._holdings.claim(key):
-            return
-        try:
-            self._write(self._reserve(record_bytes(len(view)), key), key, view)
-        finally:
-            self._holdings.unclaim(key)
+        if epoch not in {None, self._holdings.epoch}:
+            return False
+        size = record_bytes(len(view))
+        is_ours, taken = self._holdings.claim(key, size)
+        if not is_ours:
+            return True
+        taken = taken or self._reserve(size, key)
+        if epoch not in {None, taken.epoch}:  # raised since: the record would be of the new one
+            if not self._holdings.abandon(taken, key):
+                self._finish(taken.segment)
+            return False
+        self._write(taken, key, view)
+        return True
 
     def delete(self, key: ChunkKey) -> None:
         """See `Tier.delete`. A chunk that another process owns is forgotten here only."""
@@ -232,8 +243,7 @@ class DiskTier:
         self._upkeep.seen_epoch = -1
         with self._keeper.shape:
             self._upkeep.ensure_attached()
-            self._upkeep.raise_epoch()
-        return self._holdings.epoch
+            return self._upkeep.raise_epoch()
 
     # More
 
@@ -313,6 +323,16 @@ class DiskTier:
         """Take a pinned chunk out of the table, then out of the index on disk."""
         if self._holdings.forget(key, segment, slot) and isinstance(segment, OwnSegment):
             segment.disk_invalidate(self._files, slot)
+            if segment.must_tell():
+                self._tell(segment)
+
+    def _tell(self, segment: OwnSegment) -> None:
+        """Tell other processes what changed; not vital, and tried again with the next change."""
+        try:
+            segment.disk_tell(self._files)
+        except OSError as exc:
+            self._upkeep.distrust()
+            self._log.warning("disk tier %r cannot tell others: %s", self.name, exc)
 
     def _leave(self, segment: OpenSegment, slot: int) -> None:
         if self._holdings.unpin(segment, slot):
@@ -322,17 +342,20 @@ class DiskTier:
         return translate(exc, what, tier=self.name, key=key)
 
     def _reserve(self, size: int, key: bytes) -> Reservation:
-        taken = self._holdings.reserve(size)
-        if taken:
-            return taken
-        with self._keeper.shape:
-            self._upkeep.check_open()
-            # Others take slots without this lock, so that even a grown tier may have none left.
-            for _ in range(_MAX_GROWTHS):
-                taken = self._holdings.reserve(size)
-                if taken:
-                    return taken
-                self._grow(size, key)
+        """Make room for `key`, which is claimed: until it is written, or this fails."""
+        taken = None
+        try:
+            with self._keeper.shape:
+                self._upkeep.check_open()
+                # Others take slots without this lock: even a grown tier may have none left.
+                for _ in range(_MAX_GROWTHS):
+                    taken = self._holdings.reserve(size)
+                    if taken:
+                        return taken
+                    self._grow(size, key)
+        finally:
+            if not taken:
+                self._holdings.unclaim(key)
         raise TierFull("others took the last free slots", tier=self.name, key=key)
 
     def _grow(self, size: int, key: bytes) -> None:
@@ -354,24 +377,30 @@ class DiskTier:
 
     def _write(self, taken: Reservation, key: bytes, data: memoryview) -> None:
         """Free the slot's entry, write the record, then the entry that speaks of it."""
-        segment, slot = taken.segment, taken.slot
-        stamp = (taken.epoch, taken.sequence)
+        segment, slot, epoch, sequence = taken.segment, taken.slot, taken.epoch, taken.sequence
         try:
             segment.disk_invalidate(self._files, slot)
-            self._records.write(segment.slab_fd, segment.slab_offset(slot), key, stamp, data)
-            entry = pack_entry(slot, key, *stamp, len(data), self._namespace.digest)
-            segment.disk_publish(self._files, slot, entry, taken.sequence)
-        except OSError as exc:
-            self._holdings.abandon(taken)
+            offset = segment.slab_offset(slot)
+            self._records.write(segment.slab_fd, offset, key, (epoch, sequence), data)
+            entry = pack_entry(slot, key, epoch, sequence, len(data), self._records.namespace)
+            segment.disk_publish(self._files, slot, entry, sequence)
+        except BaseException as exc:
+            if not self._holdings.abandon(taken, key):
+                self._finish(segment)
+            if not isinstance(exc, OSError):
+                raise
             self._upkeep.distrust()
             raise self._translate(exc, "write a chunk", key) from exc
-        except BaseException:
-            self._holdings.abandon(taken)
-            raise
-        else:
-            self._holdings.settle(taken, key, len(data))
+        if not self._holdings.settle(taken, key, len(data)):
+            self._finish(segment)
+
+    def _finish(self, segment: OwnSegment) -> None:
+        """What `OwnSegment.end_write` left to be done."""
+        try:
+            self._tell(segment)
         finally:
-            self._leave(segment, slot)
+            if self._holdings.leave(segment):
+                segment.disk_close(self._files)
 
 
 def _flat(buffer: memoryview) -> memoryview:

@@ -42,7 +42,7 @@ class Upkeep:
         self.watch = Watch(self._read_epoch, f"undercroft-{name}-watch")
         self._log = SparingLog(_LOG, clock)
         self._flush_interval_s = interval_s
-        self._synced_s = self._attached_s = float("-inf")
+        self._tended_s = self._attached_s = float("-inf")
         self._followed_s = self._checked_s = self._flushed_s = float("-inf")
         self._attach_failed: tuple[float, TierUnavailable | TierFull] | None = None
 
@@ -65,6 +65,17 @@ class Upkeep:
 
     def _translate(self, exc: OSError, what: str) -> KvError:
         return translate(exc, what, tier=self.name)
+
+    def tend(self, *, writing: bool = False) -> bool:
+        """`run` and `sync_epoch`, unless both were done a moment ago; False: serve nothing."""
+        if (
+            self._clock.now_s() - self._tended_s < _EPOCH_SYNC_S
+            and not (self.must_raise or self.closed)
+            and not (writing and (not self.keeper.attached or self.read_only))
+        ):
+            return True
+        self.run(writing=writing)
+        return self.sync_epoch()
 
     def run(self, *, writing: bool = False, force: bool = False) -> None:
         """What has to be done now and then, by whichever thread comes by when it is due."""
@@ -107,6 +118,7 @@ class Upkeep:
         keeper.follower.follow()
         if self.read_only:
             return
+        keeper.tell()
         keeper.room.give_up_excess()
         if writing and now - self._flushed_s >= self._flush_interval_s:
             self.flush()
@@ -156,7 +168,7 @@ class Upkeep:
             self._attach_failed = (self._attached_s, exc)
             raise
         self._attach_failed = None
-        self.epoch_read_s = self._synced_s = float("-inf")
+        self.epoch_read_s = self._tended_s = float("-inf")
         self._followed_s = self._checked_s = self._flushed_s = self._attached_s
 
     def peek_epoch(self) -> int:
@@ -179,8 +191,6 @@ class Upkeep:
     def sync_epoch(self) -> bool:
         """Void what is of another epoch than the one on disk; False if that is unknown."""
         now = self._clock.now_s()
-        if now - self._synced_s < _EPOCH_SYNC_S and not self.must_raise:
-            return True
         epoch = self._read_epoch()
         if epoch is None or epoch < self._holdings.epoch or self.must_raise:
             epoch = self._mend_epoch()
@@ -188,7 +198,7 @@ class Upkeep:
             return False
         self.seen_epoch = epoch
         self._holdings.void(epoch)
-        self._synced_s = now
+        self._tended_s = now
         return True
 
     def _mend_epoch(self) -> int | None:
@@ -203,8 +213,8 @@ class Upkeep:
                 return None
             return self._read_epoch()
 
-    def raise_epoch(self) -> None:
-        """Raise the epoch on disk, then here. Holds `shape`."""
+    def raise_epoch(self) -> int:
+        """Raise the epoch on disk, then here; the new one. Holds `shape`."""
         try:
             epoch = self.keeper.raise_epoch()
         except OSError as exc:
@@ -212,3 +222,4 @@ class Upkeep:
         self._holdings.void(epoch)
         self.seen_epoch = epoch
         self.must_raise = False
+        return epoch

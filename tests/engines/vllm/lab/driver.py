@@ -40,8 +40,13 @@ class Driver:
             "num_blocks": core.vllm_config.cache_config.num_gpu_blocks,
         }
 
-    def generate(self, requests: list[dict[str, Any]], timeout_s: float) -> list[dict[str, Any]]:
-        """Run requests to their end; `after_tokens: [index, n]` delays one behind another."""
+    def generate(
+        self, requests: list[dict[str, Any]], timeout_s: float, until: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Run requests to their end; `after_tokens: [index, n]` delays one behind another.
+
+        With `until`, what still runs when that one has ended is aborted.
+        """
         waiting = dict(enumerate(requests))
         running: dict[str, dict[str, Any]] = {}
         results: list[dict[str, Any]] = [{} for _ in requests]
@@ -56,9 +61,21 @@ class Driver:
                 self._take(output, running, results, step)
             if not outputs:
                 time.sleep(0.001)  # as vLLM's own loop does while a connector works
+            if until is not None and "cached_tokens" in results[until]:
+                self._abort(running, results)
             if time.perf_counter() > deadline:
                 raise TimeoutError(f"{len(running)} requests unfinished after {step} steps")
         return results
+
+    def _abort(self, running: dict[str, dict[str, Any]], results: list[dict[str, Any]]) -> None:
+        self.llm.llm_engine.abort_request(list(running))
+        for state in running.values():
+            result = results[state["index"]]
+            self._describe(result, state)
+            result.update(logprobs=[], cached_tokens=0)
+            for name in ("first_token_s", "steps_to_first"):
+                result.setdefault(name, 0)
+        running.clear()
 
     def _may_start(self, request: dict[str, Any], results: list[dict[str, Any]]) -> bool:
         index, num_tokens = request.get("after_tokens", (None, 0))
@@ -112,15 +129,25 @@ class Driver:
         result["token_s"].append(now - state["at"])
         if not output.finished:
             return
-        internal = state["internal"]
         result["logprobs"] = [
             choice[token].logprob
             for choice, token in zip(output.outputs[0].logprobs, tokens, strict=True)
         ]
         result["cached_tokens"] = output.num_cached_tokens or 0
+        self._describe(result, state)
+        del running[output.request_id]
+
+    def _describe(self, result: dict[str, Any], state: dict[str, Any]) -> None:
+        """What the probe knows of a request."""
+        internal = state["internal"]
         result["external_tokens"] = self.probe.external_tokens.get(internal, 0)
         result["lookups"] = self.probe.lookups.get(internal, 0)
-        del running[output.request_id]
+        for name, moments in (
+            ("answered_s", self.probe.answered_at),
+            ("loaded_s", self.probe.loaded_at),
+        ):
+            at = moments.get(internal)
+            result[name] = at - state["at"] if at is not None else 0.0
 
     def settle(self, timeout_s: float) -> dict[str, Any]:
         """Step until the engine has nothing to do and the process has stopped writing."""

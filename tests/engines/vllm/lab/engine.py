@@ -55,6 +55,10 @@ class Output:
     external_tokens: int
     lookups: int
     steps_to_first: int
+    answered_s: float
+    """From its arrival to the end of its lookups; with hits the load comes after that."""
+    loaded_s: float
+    """From its arrival to the end of its load; 0.0 without a load."""
     first_token_s: float
     token_s: tuple[float, ...] = field(repr=False)
 
@@ -124,9 +128,13 @@ class Engine:
         *,
         max_tokens: int | list[int] = 8,
         after_tokens: Mapping[int, tuple[int, int]] | None = None,
+        until: int | None = None,
         timeout_s: float = 60.0,
     ) -> list[Output]:
-        """Run prompts together; `after_tokens={1: (0, 5)}`: number 1 starts at 0's 5th token."""
+        """Run prompts together; `after_tokens={1: (0, 5)}`: number 1 starts at 0's 5th token.
+
+        With `until=1` the others are aborted when number 1 has ended; they give what they have.
+        """
         limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
         requests: list[dict[str, Any]] = [
             {"prompt": tokens, "max_tokens": limit}
@@ -134,7 +142,7 @@ class Engine:
         ]
         for index, other in (after_tokens or {}).items():
             requests[index]["after_tokens"] = other
-        answers = self._do("generate", requests=requests, timeout_s=timeout_s)
+        answers = self._do("generate", requests=requests, until=until, timeout_s=timeout_s)
         return [_output(answer) for answer in answers]
 
     def begin(self, prompts: list[list[int]]) -> None:
@@ -211,7 +219,7 @@ class Engine:
 class Nursery:
     """A process that has vLLM imported and forks engines, so that each starts in ~2 s."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **extra_environment: str) -> None:
         self.log = folder / "engines.log"
         self._address = str(folder / "nursery")
         self._engines: list[Engine] = []
@@ -219,7 +227,7 @@ class Nursery:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.engines.vllm.lab.driver", self._address],
             cwd=ROOT,
-            env=environment(),
+            env=environment(**extra_environment),
             stdout=self._log_file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -42,7 +42,12 @@ def cache_root() -> Path:
 
 
 def model_path(name: str) -> Path:
-    """The folder of a tiny model, made on first use (a few seconds, in a child process)."""
+    """The folder of a tiny model, made on first use (a few seconds, in a child process).
+
+    A path, which has a slash in it, is given back as it is.
+    """
+    if "/" in name:
+        return Path(name)
     if name not in NAMES:
         raise ValueError(f"no tiny model {name!r}; there are {', '.join(NAMES)}")
     folder = cache_root() / name

@@ -62,6 +62,8 @@ class Probe:
         self.counts: Counter[str] = Counter()
         self.lookups: dict[str, int] = {}
         self.external_tokens: dict[str, int] = {}
+        self.answered_at: dict[str, float] = {}
+        self.loaded_at: dict[str, float] = {}
 
     def install(self) -> None:
         """Patch vLLM's connector classes in this process, before an engine is made."""
@@ -70,6 +72,7 @@ class Probe:
         probe = self
         init_worker = worker.OffloadingConnectorWorker._init_worker
         matched = scheduler.OffloadingConnectorScheduler.get_num_new_matched_tokens
+        update = scheduler.OffloadingConnectorScheduler.update_connector_output
 
         def watched_init(self: Any, kv_caches: Any) -> None:
             init_worker(self, kv_caches)
@@ -84,10 +87,17 @@ class Probe:
             probe.lookups[name] = probe.lookups.get(name, 0) + 1
             if answer[0] is not None:
                 probe.external_tokens[name] = answer[0]
+                probe.answered_at[name] = time.perf_counter()
             return answer
+
+        def watched_update(self: Any, output: Any) -> None:
+            for request_id in output.finished_recving or ():
+                probe.loaded_at[request_id] = time.perf_counter()
+            update(self, output)
 
         worker.OffloadingConnectorWorker._init_worker = watched_init
         scheduler.OffloadingConnectorScheduler.get_num_new_matched_tokens = watched_matched
+        scheduler.OffloadingConnectorScheduler.update_connector_output = watched_update
 
 
 def process_io() -> dict[str, int]:

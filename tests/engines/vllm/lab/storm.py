@@ -129,6 +129,24 @@ def census(driver: Driver) -> dict[str, Any]:
     }
 
 
+def idle(driver: Driver, *, seconds: float) -> dict[str, float]:
+    """Be vLLM's busy loop without requests: step while there is work, else wait for some.
+
+    Returns:
+        `steps` made and `cpu_s`, what all threads of the process used in that time.
+    """
+    steps, cpu_s = 0, time.process_time()
+    ends = time.perf_counter() + seconds
+    while time.perf_counter() < ends:
+        if core_of(driver).scheduler.has_requests():
+            driver.llm.llm_engine.step()
+            steps += 1
+            time.sleep(0.001)
+        else:
+            time.sleep(0.05)  # vLLM sleeps until a request comes
+    return {"steps": steps, "cpu_s": time.process_time() - cpu_s}
+
+
 class _Hang:
     """A system call that does not come back until told so."""
 
@@ -157,6 +175,76 @@ def hang_disk(driver: Driver, *, on: bool, epoch: bool = False) -> None:
     for owner in (tier._files,):
         for name in (*HUNG_CALLS, *(["pread"] if epoch else [])):
             setattr(owner, name, _Hang(getattr(owner, name), gate))
+
+
+class _Failure:
+    """A system call that fails until told otherwise."""
+
+    def __init__(self, error: int) -> None:
+        self.error = error
+        self.num_calls = 0
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
+        self.num_calls += 1
+        raise OSError(self.error, "injected")
+
+
+def fail_disk(driver: Driver, *, error: int, calls: list[str]) -> int:
+    """From now on these system calls of the disk tier fail so; the others work again.
+
+    Returns:
+        How many calls failed since the last time.
+    """
+    files = manager_of(driver).hierarchy.levels[0].tier._files
+    failed = 0
+    for name, call in list(vars(files).items()):
+        if isinstance(call, _Failure):
+            failed += call.num_calls
+            delattr(files, name)
+    for name in calls:
+        setattr(files, name, _Failure(error))
+    return failed
+
+
+def begin(driver: Driver, *, prompts: list[list[int]], max_tokens: int, steps: int) -> int:
+    """Send `prompts` and leave them running after so many steps; how many still run."""
+    for index, tokens in enumerate(prompts):
+        request = {"prompt": tokens, "max_tokens": max_tokens}
+        driver._add(index, request, {}, [{} for _ in prompts], 0)
+    for _ in range(steps):
+        driver.llm.llm_engine.step()
+    return int(driver.llm.llm_engine.get_num_unfinished_requests())
+
+
+def reset_running(driver: Driver) -> None:
+    """As a trainer does with new weights: forget the engine's own cache, compute all anew."""
+    _reset(driver, preempt=True, connector=False)
+
+
+def finish(driver: Driver, *, timeout_s: float = 60.0) -> int:
+    """Run what `begin` left running to its end, whatever it answers; how many came to it."""
+    deadline, finished = time.perf_counter() + timeout_s, 0
+    while driver.llm.llm_engine.has_unfinished_requests():
+        finished += sum(output.finished for output in driver.llm.llm_engine.step())
+        if time.perf_counter() > deadline:
+            raise TimeoutError(f"unfinished: {census(driver)}")
+    return finished
+
+
+def change_weights(driver: Driver) -> int:
+    """Change what every token means, in the same way in every engine; how many tensors change."""
+
+    def change(model: Any) -> int:
+        # The matrices of the CPU's kernels are packed copies; this one is read as it is.
+        changed = [
+            p for name, p in model.named_parameters() if name.endswith("embed_tokens.weight")
+        ]
+        for weights in changed:
+            weights.data.copy_(weights.data.roll(1, dims=1))
+        return len(changed)
+
+    (num_changed,) = driver.llm.apply_model(change)
+    return int(num_changed)
 
 
 HUNG_CALLS = (
