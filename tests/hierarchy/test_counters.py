@@ -1,5 +1,7 @@
 """What is kept of durations: bounded, evenly spread, and gone once taken."""
 
+from itertools import pairwise
+
 from undercroft.hierarchy.counters import Samples
 
 
@@ -21,7 +23,7 @@ def test_of_many_a_part_that_is_spread_evenly() -> None:
         samples.see(float(number))
     kept = samples.take()[""]
     assert 32 <= len(kept) <= 64
-    gaps = {later - earlier for earlier, later in zip(kept, kept[1:], strict=False)}
+    gaps = {later - earlier for earlier, later in pairwise(kept)}
     assert len(gaps) == 1
     assert abs(sum(kept) / len(kept) - 50_000) < 2_000
 

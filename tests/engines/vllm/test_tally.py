@@ -83,6 +83,13 @@ def settled(rig, tokens):
     return job
 
 
+def observed(rig, name, *labels):
+    """What was sent to the API process for that histogram."""
+    name = f"vllm:undercroft_{name}"
+    found = [stats.data["data"].get(name, {}).get(labels, []) for stats in rig.stats]
+    return [seconds for each in found for seconds in each]
+
+
 def test_hits_are_of_the_level_they_came_from(tmp_path):
     """Ten chunks fit host memory: what was pushed out comes from disk, and is counted there."""
     tiers = [{"type": "disk", "path": str(tmp_path), "capacity": "64MiB", "name": "nvme"}]
@@ -99,11 +106,12 @@ def test_hits_are_of_the_level_they_came_from(tmp_path):
         assert counters.hit_chunks == {"host": host, "nvme": 6}
         assert counters.hit_tokens == {"host": 96, "nvme": 96}
         assert sum(counters.hit_chunks.values()) == counters.loaded_chunks
-        assert len(counters.restore_wait_seconds.take()[""]) == 1
-        assert len(counters.load_seconds.take()[""]) == 2
-        assert len(counters.store_seconds.take()[""]) >= 4
-        assert len(counters.promote_seconds.take()["nvme"]) == 6
-        assert counters.cascade_seconds.take()["nvme"]
+        rig.step()
+        assert len(observed(rig, "restore_wait_seconds")) == 1
+        assert len(observed(rig, "load_seconds")) == 2
+        assert len(observed(rig, "store_seconds")) >= 4
+        assert len(observed(rig, "promote_seconds", "nvme")) == 6
+        assert observed(rig, "cascade_seconds", "nvme")
 
 
 def test_tokens_of_several_groups_are_counted_once():
