@@ -85,8 +85,30 @@ def test_found_and_evicted_before_it_was_told() -> None:
     events.add("disk", key, removed=True)
     events.add("disk", key, removed=False)
     events.tell_found()
-    assert not events.has_more
     assert events.take() == [LevelEvent("disk", [key, other], removed=False)]
+    assert not events.has_more
+
+
+def test_an_idle_engine_steps_once_more_for_what_it_has_to_tell(worlds: list[World]) -> None:
+    """A reset of an idle engine is heard of at once, not with the next request. If nobody takes
+    events at all, that does not keep the engine stepping."""
+    world = make_world(16)
+    worlds.append(world)
+    world.engine.run([chunk_key(f"a{i}") for i in range(8)])
+    world.engine.settle()
+    world.hierarchy.events.take()
+    world.engine.step()
+    assert not world.hierarchy.has_pending_work()
+    world.hierarchy.reset()
+    assert world.hierarchy.has_pending_work()
+    world.engine.step()
+    assert [event.removed for event in world.hierarchy.events.take()] == [True]
+    assert not world.hierarchy.has_pending_work()
+    world.engine.run([chunk_key("b")])
+    world.hierarchy.reset()
+    for _ in range(10):
+        world.engine.step()
+    assert not world.hierarchy.has_pending_work()
 
 
 def test_nothing_is_kept_when_off() -> None:

@@ -10,6 +10,8 @@ __all__ = ["LevelEvent", "LevelEvents"]
 
 _MAX_TOLD = 1024
 """Chunks found at start that one step tells of; a level may hold a million."""
+_PATIENCE_STEPS = 8
+"""If nobody has taken events for so many steps, no further one is asked for."""
 
 
 class LevelEvent(NamedTuple):
@@ -31,11 +33,16 @@ class LevelEvents:
         self.enabled = enabled
         self._events: list[LevelEvent] = []
         self._found: dict[tuple[str, ChunkKey], None] = {}
+        self._num_hurried_steps = 0
 
     @property
     def has_more(self) -> bool:
-        """Whether chunks that were found have not been told of yet."""
-        return bool(self._found)
+        """Whether another step has something to tell, also if the engine is idle."""
+        return bool(self._found or (self._events and self._num_hurried_steps))
+
+    def hurry(self) -> None:
+        """What was just noted cannot wait for the next request: the engine may be idle for long."""
+        self._num_hurried_steps = _PATIENCE_STEPS
 
     def add(self, level: str, key: ChunkKey, *, removed: bool) -> None:
         """Note one chunk; joins the last event when it is of the same kind."""
@@ -59,11 +66,13 @@ class LevelEvents:
 
     def tell_found(self) -> None:
         """Once a step: make events of some of what was found."""
+        self._num_hurried_steps = max(0, self._num_hurried_steps - 1)
         for _ in range(min(len(self._found), _MAX_TOLD)):
             (level, key), _ = self._found.popitem()
             self.add(level, key, removed=False)
 
     def take(self) -> list[LevelEvent]:
         """All events since the last call, in order."""
+        self._num_hurried_steps = 0
         events, self._events = self._events, []
         return events

@@ -439,6 +439,7 @@ class Hierarchy:
         """
         self.counters.resets += 1
         self._forget_all(raise_epoch=True)
+        self.events.hurry()
         self._quarantine_worker_slots()
         deadline_s = self._clock.now_s() + self._limits.drain_deadline_s
         in_time = True
