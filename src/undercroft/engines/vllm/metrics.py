@@ -277,9 +277,7 @@ class StepStats:
         totals = list(_counters(self._hierarchy))
         stats = OffloadingConnectorStats()
         if not self._seen:
-            for name, labels in _zeros(self._hierarchy):
-                self._seen[name, labels] = 0
-                stats.increase_counter(PREFIX + name, 0, labels)
+            self._begin(stats)
         for name, labels, total in totals:
             delta = total - self._seen.get((name, labels), 0)
             if delta > 0:
@@ -293,3 +291,15 @@ class StepStats:
             for each in seconds:
                 stats.observe_histogram(PREFIX + name, each, labels)
         return None if stats.is_empty() else stats
+
+    def _begin(self, stats: OffloadingConnectorStats) -> None:
+        for name, labels in _zeros(self._hierarchy):
+            self._seen[name, labels] = 0
+            stats.increase_counter(PREFIX + name, 0, labels)
+        levels = [(level.name,) for level in self._hierarchy.levels]
+        for name, (_, labelnames) in _HISTOGRAMS.items():
+            for labels in levels if labelnames else [()]:
+                stats.observe_histogram(PREFIX + name, 0.0, labels)
+                stats.data["data"][PREFIX + name][
+                    labels
+                ].clear()  # it is there, and has seen nothing
