@@ -42,7 +42,7 @@ format: $(STAMPS)/dev ## write what `make check` asks for, where a tool can
 	@$(PY) -m ruff format .
 
 .PHONY: bench
-bench: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## ours and its peers side by side, on a quiet machine; ARGS="disk" picks
+bench: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/peers ## ours and its peers side by side, on a quiet machine; ARGS="disk" picks
 	@$(PY) bench/run.py $(ARGS)
 
 .PHONY: setup
@@ -86,6 +86,12 @@ $(STAMPS)/engine: requirements/engine.txt requirements/engine-no-deps.txt requir
 $(STAMPS)/prometheus: scripts/prometheus.sh | $(STAMPS)/venv
 	$(SAY) 'fetching a Prometheus for the test of the dashboard (20 MB)'
 	@bash scripts/prometheus.sh $(VENV)/prometheus
+	$(DONE)
+
+# Peers that are only measured; a folder beside the environment, so that nothing of theirs is imported.
+$(STAMPS)/peers: requirements/peers.txt | $(STAMPS)/venv
+	$(SAY) 'installing the peers of the benchmarks (some 30 MB)'
+	@$(PIP) install --no-deps --target $(VENV)/peers --upgrade -r requirements/peers.txt
 	$(DONE)
 
 $(STAMPS)/demo: requirements/demo.txt | $(STAMPS)/engine

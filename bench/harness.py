@@ -111,6 +111,21 @@ class Row:
     best: bool = False
     goals: Sequence[Goal] = ()
 
+    @property
+    def base_name(self) -> str:
+        """Who the base is: its side, or its cost where one side measures both."""
+        return self._name(self.base)
+
+    @property
+    def ceiling_name(self) -> str:
+        """What the ceiling is."""
+        return self._name(self.ceiling)
+
+    def _name(self, where: tuple[str, str] | None) -> str:
+        if where is None:
+            return ""
+        return where[1] if where[0] == self.ours[0] else where[0].split()[0]
+
 
 class Case(Protocol):
     """One module in `cases/`."""
@@ -199,7 +214,7 @@ class Finding:
             "unit": self.row.unit,
             "ours": self.ours,
             "base": self.base,
-            "base_name": self.row.base[0] if self.row.base else None,
+            "base_name": self.row.base_name or None,
             "ratio": [self.ratio.median, self.ratio.low, self.ratio.high] if self.ratio else None,
             "ceiling_ratio": self.ceiling_ratio,
             "goals": [str(goal) for goal in self.row.goals],

@@ -76,7 +76,7 @@ def _run(case: harness.Case, options: harness.Options, against: str | None) -> d
         print("\r" + " " * 30 + "\r", end="", file=sys.stderr)
     rows = case.rows(options)
     void = _is_void(rows, measured)
-    shown = [row for row in rows if not against or (row.base and row.base[0] == against)]
+    shown = [row for row in rows if not against or row.base_name == against]
     found = list(harness.findings(shown, measured))
     for line in _table(found):
         print(line)
@@ -113,9 +113,9 @@ def _table(found: Sequence[harness.Finding]) -> list[str]:
         base = f"{_number(one.base)} {row.unit}" if one.base is not None else ""
         text = f"  {row.what:44} {_number(one.ours) + ' ' + row.unit:>14} {base:>14}"
         if row.base:
-            text += f"  {row.base[0]}: {one.ratio}"
+            text += f"  {row.base_name}: {one.ratio}"
         if one.ceiling_ratio is not None:
-            text += f"  {one.ceiling_ratio * 100:.0f} % of {row.ceiling[0] if row.ceiling else ''}"
+            text += f"  {one.ceiling_ratio * 100:.0f} % of {row.ceiling_name}"
         if row.goals:
             missed = set(map(str, one.missed))
             goals = [f"{g} MISSED" if str(g) in missed else f"{g}" for g in row.goals]

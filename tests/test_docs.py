@@ -184,7 +184,16 @@ def check_pytest(arguments: list[str]) -> None:
         assert word.startswith("-") or (ROOT / word.split("::")[0]).exists(), word
 
 
+def check_undercroft(arguments: list[str]) -> None:
+    command = SRC / "cli" / f"{arguments[0]}.py"
+    assert command.exists(), f"undercroft has no {arguments[0]}"
+    known = command.read_text() + (SRC / "cli" / "store.py").read_text() + '"--json"'
+    for flag in (word for word in arguments if word.startswith("--")):
+        assert f'"{flag}"' in known, f"undercroft {arguments[0]} has no {flag}"
+
+
 CHECKS = {
+    "undercroft": check_undercroft,
     "make": check_make,
     "vllm": check_vllm,
     "python": check_python,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from cases.copies import Copies
+from cases.disk import Disk
+from cases.reopen import Reopen
 from cases.scheduler import Scheduler
+from cases.step import Step
 from harness import Case
 
-CASES: tuple[Case, ...] = (Scheduler(),)
+CASES: tuple[Case, ...] = (Scheduler(), Step(), Disk(), Reopen(), Copies())

@@ -119,18 +119,23 @@ def test_the_worst_case_of_all_rounds_is_the_least() -> None:
     assert not found.missed
 
 
-def test_the_command_runs_a_real_case(tmp_path: Path) -> None:
-    """Ours and stock vLLM's manager, in small: every row is there, and the results file too."""
+def test_the_command_runs_real_cases(tmp_path: Path) -> None:
+    """Ours and its peers, in small: every row is there, and the results file too."""
     results = tmp_path / "results.json"
-    command = [sys.executable, "bench/run.py", "scheduler", "--quick", "--json", str(results)]
+    names = ["scheduler", "step", "disk", "reopen", "copies"]
+    command = [sys.executable, "bench/run.py", *names, "--quick", "--json", str(results)]
+    command += ["--path", str(tmp_path)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(results.read_text())
-    rows = told["cases"]["scheduler"]["rows"]
-    assert len(rows) > 10
-    assert all(row["ours"] > 0 for row in rows if row["unit"] == "us/key")
+    assert list(told["cases"]) == names
+    for name in names:
+        rows = told["cases"][name]["rows"]
+        assert rows
+        assert all(row["ours"] > 0 for row in rows if row["unit"] != "ms")
+    assert not list(tmp_path.glob("undercroft-bench-*"))
     assert told["host"]["versions"]["torch"]
     assert "stock:" in done.stdout
 

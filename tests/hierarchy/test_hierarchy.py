@@ -16,6 +16,7 @@ from undercroft.hierarchy.request import Lookup, Request
 from undercroft.keys import ChunkKey
 from undercroft.policies.arc import Arc
 from undercroft.policies.lru import Lru
+from undercroft.testing.faults import Effect, FaultyTier, Injector, on_verb
 from undercroft.testing.mini_engine import chunk_key, content_of
 from undercroft.tiers.memory import MemoryTier
 
@@ -295,4 +296,32 @@ def test_a_long_prompt_keeps_its_beginning(worlds: list[World], make_policy: typ
     keys = keys_of("a", 32)
     hits = [world.engine.run(keys).num_hits for _ in range(5)]
     assert hits == [0, 16, 16, 16, 16]
+    world.assert_quiet()
+
+
+def test_a_request_whose_hits_were_of_no_use_is_forgotten(worlds: list[World]) -> None:
+    """Its hits were let go to read what is before them, that failed: nothing of it stays."""
+    keys = keys_of("a", 12)
+    tier = FaultyTier(
+        MemoryTier(64 * CHUNK_BYTES, name="below"), Injector(Effect.ERROR, on_verb("read_into"))
+    )
+    for key in keys[:8]:
+        tier.write_from(key, memoryview(content_of(key, CHUNK_BYTES)))
+    world = make_world(4, [tier])
+    worlds.append(world)
+    hierarchy, engine = world.hierarchy, world.engine
+    engine.run(keys[8:10])
+    busy = Request("busy")
+    others = keys_of("b", 2)
+    for key, slot in zip(others, hierarchy.prepare_store(others, busy).slots, strict=True):
+        hierarchy.view(slot)[:] = content_of(key, CHUNK_BYTES)
+    hierarchy.complete_store(others, busy)
+    engine.step()
+    assert all(hierarchy.lookup(key, busy) is Lookup.HIT for key in others)
+    hierarchy.prepare_load(others, busy)
+    assert engine.run(keys[:10]).num_hits == 0
+    assert not hierarchy._holders
+    hierarchy.complete_load(others, busy)
+    hierarchy.finish_request(busy)
+    engine.settle()
     world.assert_quiet()

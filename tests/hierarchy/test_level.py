@@ -8,7 +8,7 @@ import pytest
 from worlds import CHUNK_BYTES, make_world
 
 from undercroft.errors import ConfigError
-from undercroft.testing.faults import Effect, FaultyTier, Injector, on_verb
+from undercroft.testing.faults import Effect, FaultyTier, Injector, on_index, on_verb
 from undercroft.testing.mini_engine import chunk_key
 from undercroft.tiers.memory import MemoryTier
 
@@ -44,3 +44,24 @@ def test_a_tier_without_an_index_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"tier 'blind' keeps no index .* leave it out"):
         make_world(4, [Blind()])  # type: ignore[list-item]
+
+
+def test_what_is_not_written_because_of_a_write_from_before_is_counted() -> None:
+    """A store of the old epoch hangs, the chunk is computed anew: no loss goes unnoticed."""
+    fault = Injector(Effect.HANG, on_index(0))
+    memory = MemoryTier(64 * CHUNK_BYTES, name="below")
+    tier = FaultyTier(memory, fault)
+    world = make_world(16, [tier])
+    try:
+        for _ in range(2):
+            world.engine.submit([chunk_key("a")])
+            for _ in range(4):
+                world.engine.step()
+            tier.await_hung(1)
+            memory.raise_epoch()  # another engine
+            world.engine.step()
+    finally:
+        world.close()
+    counters = world.counters
+    assert counters.stored_chunks == 2
+    assert counters.declined_chunks["below", "before_reset"] >= 1

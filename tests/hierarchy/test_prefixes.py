@@ -251,3 +251,23 @@ def test_declining_costs_nothing_and_is_counted(worlds: list[World]) -> None:
     for request in (reader, writer):
         hierarchy.finish_request(request)
     check_quiet(hierarchy)
+
+
+def test_room_that_others_could_give_is_found(worlds: list[World]) -> None:
+    """Though an ended request comes first whose chunks others still use, and so give none."""
+    world = make_world(300)
+    worlds.append(world)
+    hierarchy = world.hierarchy
+    shared = keys_of("shared", 200)
+    world.engine.run(shared)
+    first, second = Request("first"), Request("second")
+    for request in (second, first):
+        assert all(hierarchy.lookup(key, request) is Lookup.HIT for key in shared)
+        hierarchy.prepare_load(shared, request)
+        hierarchy.complete_load(shared, request)
+    hierarchy.end_step()
+    own = keys_of("own", 100)
+    assert len(hierarchy.prepare_store(own, second).slots) == 100
+    hierarchy.complete_store(own, second)
+    hierarchy.finish_request(first)
+    assert len(hierarchy.prepare_store(keys_of("new", 4), Request("third")).slots) == 4

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from undercroft.hierarchy.history import Note, note_nothing
+
 __all__ = ["Counters", "Samples"]
 
 _MAX_KEPT = 64
@@ -49,7 +51,7 @@ class Samples:
         return kept
 
 
-@dataclass(slots=True)
+@dataclass
 class Counters:
     """Totals since start. Keys of the `Counter`s are reasons or level names, unless it is said."""
 
@@ -83,3 +85,8 @@ class Counters:
     """By level."""
     cascade_seconds: Samples = field(default_factory=Samples)
     """By level."""
+
+    def __post_init__(self) -> None:
+        self.note: Note = note_nothing
+        """Told of single chunks, for `undercroft explain`; does nothing unless a history is kept.
+        Not a field: it is no number."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from undercroft.keys import ChunkKey
@@ -58,6 +59,12 @@ class LevelEvents:
             last.keys.append(key)
         else:
             self._events.append(LevelEvent(level, [key], removed))
+
+    def add_all(self, level: str, keys: Iterable[ChunkKey], *, removed: bool) -> None:
+        """Note several, in order."""
+        if self.enabled:
+            for key in keys:
+                self.add(level, key, removed=removed)
 
     def find(self, level: str, key: ChunkKey) -> None:
         """A chunk is there that nobody stored here: it is told of bit by bit, the last first."""

@@ -89,6 +89,8 @@ class Hierarchy:
         self._states = self.pool.slots.states
         self._buffer = buffer
         self._clock = clock
+        self.on_close: list[Callable[[], None]] = []
+        """Called once, last thing when this closes."""
         self._log = SparingLog(_LOG, clock)
         self._limits = limits
         self._step = 0
@@ -137,9 +139,7 @@ class Hierarchy:
 
     def _on_evict(self, keys: Sequence[ChunkKey]) -> None:
         self.counters.evicted_chunks[LEVEL_0] += len(keys)
-        if self.events.enabled:
-            for key in keys:
-                self.events.add(LEVEL_0, key, removed=True)
+        self.events.add_all(LEVEL_0, keys, removed=True)
 
     # --- lookups ------------------------------------------------------------------------------
 
@@ -184,6 +184,8 @@ class Hierarchy:
 
     def _miss(self, key: ChunkKey, request: Request, walk_id: object, reason: str) -> Lookup:
         self.counters.lookup_misses[reason] += 1
+        if reason != "absent":
+            self.counters.note(LEVEL_0, "missed", reason, key)
         request.walk(walk_id).note(key, Answer.MISS)
         return Lookup.MISS
 
@@ -237,6 +239,8 @@ class Hierarchy:
         for slot in slots:
             if request.holds.pop(slot, None) is not None:
                 self.pool.unpin(slot)
+        if not request.holds:
+            self._holders.pop(request.id, None)
 
     def _let_go(self, request: Request) -> None:
         self._forget_hits(request)
@@ -313,9 +317,7 @@ class Hierarchy:
         key_set = keys if isinstance(keys, AbstractSet) else set(keys)
         ready, slots = self.stores.complete(key_set, request, success=success)
         self.fresh.add(request, ready, slots, self._step)
-        if self.events.enabled:
-            for key in ready:
-                self.events.add(LEVEL_0, key, removed=False)
+        self.events.add_all(LEVEL_0, ready, removed=False)
         self.cascade.add(ready)
         if any(level.is_choosy for level in self.levels):
             request.offered_below.update(ready)
@@ -483,6 +485,8 @@ class Hierarchy:
         for level in self.levels:
             level.close(deadline_s)
         self.poll()
+        while self.on_close:
+            self.on_close.pop()()
 
     def _flush(self, deadline_s: float) -> None:
         """Give chunks that are not yet copied down a last chance."""

@@ -344,6 +344,7 @@ class Restores:
             return
         if outcome.error is None:
             self._counters.dropped_chunks[level.name, "vanished"] += 1
+            self._counters.note(level.name, "dropped", "vanished", key)
         for request in promotion.waiting:
             request.denied.add(key)
         self._pool.abandon(key, slot, buffer_free=done.buffer_free)

@@ -20,6 +20,9 @@ LEVEL_0 = "host"
 
 _STORE_ID_BITS = 40
 _DRAINING = int(SlotState.DRAINING)
+_SEARCHES = (2, 16, 128, 1024)
+"""How many times what lacks is made evictable, in turn, until it suffices: others may still use
+most of what a request lets go of."""
 
 
 def failed_chunk(store_id: int, chunk_index: int) -> int:
@@ -87,7 +90,8 @@ class Stores:
         offered = [key for key in self._pool.absent(keys) if key not in by_key]
         absent = self._pool.admitted(keys, offered)
         if len(absent) < len(offered):
-            self._decline("not_admitted", len(offered) - len(absent))
+            admitted = set(absent)
+            self._decline("not_admitted", [key for key in offered if key not in admitted])
         if not absent:
             return StorePlan([], [], 0)
         position_of = request.position_of
@@ -95,11 +99,13 @@ class Stores:
         if position_of(absent[0]) is not None:
             in_order = sorted(absent, key=lambda key: position_of(key) or 0)
         slots = self._pool.allocate(in_order, keep=request.loaded)
-        num_lacking = len(in_order) - len(slots)
-        if num_lacking and self._fresh.make_room(request.id, 2 * num_lacking):
+        for times_more in _SEARCHES:
+            num_lacking = len(in_order) - len(slots)
+            if not (num_lacking and self._fresh.make_room(request.id, times_more * num_lacking)):
+                break
             slots += self._pool.allocate(in_order[len(slots) :], keep=request.loaded)
         if len(slots) < len(in_order):
-            self._decline("full", len(in_order) - len(slots))
+            self._decline("full", in_order[len(slots) :])
             in_order = in_order[: len(slots)]
             absent = [key for key in absent if find(key) >= 0]
         if not slots:
@@ -116,8 +122,10 @@ class Stores:
         request.num_storing += len(slots)
         return StorePlan(keys, [slots[key] for key in keys], store_id)
 
-    def _decline(self, reason: str, count: int) -> None:
-        self._counters.declined_chunks[LEVEL_0, reason] += count
+    def _decline(self, reason: str, keys: Sequence[ChunkKey]) -> None:
+        self._counters.declined_chunks[LEVEL_0, reason] += len(keys)
+        for key in keys:
+            self._counters.note(LEVEL_0, "declined", reason, key)
 
     def complete(
         self, keys: AbstractSet[ChunkKey], request: Request, *, success: bool
@@ -143,6 +151,7 @@ class Stores:
                 elif failed and key in failed:
                     self._pool.abandon(key, slot, buffer_free=True)
                     self._counters.dropped_chunks[LEVEL_0, "copy_failed"] += 1
+                    self._counters.note(LEVEL_0, "dropped", "copy_failed", key)
                 else:
                     ready.append(key)
                     ready_slots.append(slot)

@@ -40,7 +40,7 @@ def config_of(extra, groups=ONE_GROUP, **changes):
 
 
 def namespace_of(rig):
-    return rig.hierarchy.levels[0].tier._namespace
+    return rig.hierarchy.levels[0].tier.namespace
 
 
 # --- a drop-in for stock ----------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.watch import Watch
 
-from .support import disk, key, put
+from .support import ManualClock, disk, key, put
 
 
 class Hanging(Files):
@@ -79,3 +79,19 @@ def test_after_a_hang_answers_are_fresh() -> None:
         time.sleep(0.001)
     assert answer == 2
     watch.close()
+
+
+def test_an_epoch_that_was_seen_stays_seen(tmp_path: Path) -> None:
+    """One that cannot be read for a while does not go back: all would be forgotten once more."""
+    files, clock = Hanging(), ManualClock()
+    tier, other = disk(tmp_path, files=files, clock=clock), disk(tmp_path)
+    before = tier.epoch()
+    raised = other.raise_epoch()
+    clock.t += 1.0
+    assert tier.epoch() == raised == before + 1
+    files.gate.clear()
+    clock.t += 1.0
+    assert tier.epoch() == raised
+    files.gate.set()
+    tier.close()
+    other.close()

@@ -5,7 +5,7 @@ in evenly spaced tensors) go as one strided numpy copy: one call, one row copy p
 GIL released all the while. Pages without such a pattern go through a small buffer that stays in
 the processor's cache, if they are small: gather, then scatter, two calls per tile; big ones go
 one by one. No torch operator is used: its worker threads collapse on a busy machine. Numbers:
-bench/copies.py.
+bench/run.py copies.
 """
 
 from __future__ import annotations

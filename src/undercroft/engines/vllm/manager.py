@@ -231,6 +231,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         if req_context.req_id in self._outdated:
             declined = self.hierarchy.counters.declined_chunks
             declined[LEVEL_0, "before_reset"] += len(keys)
+            for key in keys:
+                self.hierarchy.counters.note(LEVEL_0, "declined", "before_reset", key)
             return _nothing_stored()
         chunk_keys = [ChunkKey(key) for key in keys]
         declined = self.hierarchy.counters.declined_chunks

@@ -88,6 +88,7 @@ class DiskTier:
                 )
         self.name = name
         self.capacity_bytes = capacity_bytes
+        self.namespace = namespace
         self._clock = clock
         files = files or Files()
         self._files = files
@@ -229,7 +230,10 @@ class DiskTier:
 
     def epoch(self) -> int:
         """See `Epochal.epoch`. At most 20 ms old; 1 ms in stores and loads."""
-        return max(self._upkeep.peek_epoch(), self._holdings.epoch)
+        seen = self._upkeep.peek_epoch()
+        if seen > self._holdings.epoch:
+            self._holdings.void(seen)  # it only rises, also if it cannot be read the next time
+        return self._holdings.epoch
 
     def raise_epoch(self) -> int:
         """See `Epochal.raise_epoch`.

@@ -1,0 +1,204 @@
+"""What the disk's traffic does to the scheduler thread: the same steps, the disk busy and idle.
+
+A step is what an engine core does between two outputs of the model: looks up a few hundred chunks
+that are there, plans a load and a store, books what the disk tier has done, does a millisecond of
+its own work in the interpreter, then waits 4 ms for the model with the interpreter's lock free.
+`busy`: requests come whose chunks are on disk only, and everything stored is copied there, so that
+reads and writes are under way all the time. `idle`: the same steps, and a disk tier nobody asks.
+What is compared is a step's wall time without the wait for the model, at its median and its 99th
+percentile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from harness import AGAIN, Goal, Options, Row, Side
+from undercroft.admission.always import Always
+from undercroft.clock import SystemClock
+from undercroft.hierarchy.counters import Counters
+from undercroft.hierarchy.events import LevelEvents
+from undercroft.hierarchy.hierarchy import Hierarchy, Limits
+from undercroft.hierarchy.level import Level
+from undercroft.hierarchy.pool import Pool
+from undercroft.hierarchy.request import Request
+from undercroft.hierarchy.slots import Slots
+from undercroft.hierarchy.transfers import Transfers
+from undercroft.keys import ChunkKey, Namespace
+from undercroft.policies.lru import Lru
+from undercroft.tiers.disk import DiskTier
+
+CHUNK_BYTES = 1 << 20
+NUM_SLOTS = 192
+NUM_ON_DISK = 512
+NUM_HITS = 256
+OWN_WORK_S = 0.001
+MODEL_S = 0.004
+
+
+def key_of(label: str, number: int) -> ChunkKey:
+    return ChunkKey(hashlib.sha256(f"{label}{number}".encode()).digest() + bytes(4))
+
+
+class Engine:
+    """The scheduler's half of an engine over a real hierarchy, real memory and a real disk tier."""
+
+    def __init__(self, path: Path) -> None:
+        clock, counters = SystemClock(), Counters()
+        self.buffer = mmap.mmap(-1, NUM_SLOTS * CHUNK_BYTES)
+        slots = Slots(NUM_SLOTS * CHUNK_BYTES, [CHUNK_BYTES])
+        slots.set_ready_bytes(NUM_SLOTS * CHUNK_BYTES)
+        self.tier = DiskTier(
+            str(path),
+            name="disk",
+            namespace=Namespace({"bench": "step"}),
+            capacity_bytes=2 * NUM_ON_DISK * CHUNK_BYTES,
+            clock=clock,
+            free_space_floor_bytes=0,
+        )
+        level = Level(
+            self.tier,
+            transfers=Transfers(
+                self.tier, clock=clock, max_queued_write_bytes=NUM_SLOTS * CHUNK_BYTES // 4
+            ),
+            slot_bytes=(CHUNK_BYTES,),
+            class_of=lambda _: 0,
+            make_policy=Lru,
+            admission=Always(),
+            clock=clock,
+            counters=counters,
+            events=LevelEvents(enabled=False),
+            write_deadline_s=30.0,
+        )
+        self.hierarchy = Hierarchy(
+            lambda on_evict: Pool(slots, make_policy=Lru, class_of=lambda _: 0, on_evict=on_evict),
+            [level],
+            buffer=memoryview(self.buffer),
+            clock=clock,
+            counters=counters,
+            events=LevelEvents(enabled=False),
+            limits=Limits(promote_deadline_s=10.0),
+        )
+        self.counters = counters
+        data = memoryview(self.buffer)
+        for number in range(NUM_ON_DISK):
+            self.tier.write_from(key_of("disk", number), data[:CHUNK_BYTES])
+        self.hot = [key_of("hot", number) for number in range(32)]
+        self.number = 0
+        self.reader: tuple[Request, list[ChunkKey]] | None = None
+        self.stored: list[tuple[Request, list[ChunkKey]]] = []
+        self._store("hot", self.hot)
+
+    def _store(self, name: str, keys: list[ChunkKey]) -> None:
+        request = Request(f"{name}-{self.number}")
+        plan = self.hierarchy.prepare_store(keys, request)
+        if plan.keys:
+            self.stored.append((request, plan.keys))
+        else:
+            self.hierarchy.finish_request(request)
+
+    def step(self, *, busy: bool) -> float:
+        """One step; seconds of it without the wait for the model."""
+        begun = time.perf_counter()
+        hierarchy = self.hierarchy
+        self.number += 1
+        for request, keys in self.stored:  # what the workers copied meanwhile
+            hierarchy.complete_store(set(keys), request)
+            hierarchy.finish_request(request)
+        self.stored.clear()
+        asking = Request(f"hits-{self.number}")
+        for number in range(NUM_HITS):
+            hierarchy.lookup(self.hot[number % len(self.hot)], asking)
+        slots = hierarchy.prepare_load(
+            [key for key in self.hot if hierarchy.pool.find(key) >= 0], asking
+        )
+        if busy:
+            self._read_on()
+        end = time.perf_counter() + OWN_WORK_S
+        while time.perf_counter() < end:
+            pass
+        hierarchy.end_step()
+        hierarchy.complete_load(self.hot[: len(slots)], asking)
+        hierarchy.finish_request(asking)
+        if busy:
+            self._store("new", [key_of(f"new{self.number}-", n) for n in range(4)])
+        hierarchy.step_ended()
+        taken = time.perf_counter() - begun
+        time.sleep(MODEL_S)
+        return taken
+
+    def _read_on(self) -> None:
+        """A request at a time waits for 16 chunks from disk, then is let go of."""
+        if self.reader is None:
+            first = (16 * self.number) % NUM_ON_DISK
+            keys = [key_of("disk", (first + n) % NUM_ON_DISK) for n in range(16)]
+            self.reader = Request(f"reader-{self.number}"), keys
+        request, keys = self.reader
+        answers = {self.hierarchy.lookup(key, request) for key in keys}
+        if "pending" not in {answer.value for answer in answers}:
+            self.hierarchy.finish_request(request)
+            self.reader = None
+
+    def measure(self, num_steps: int, *, busy: bool) -> dict[str, float]:
+        for _ in range(20):
+            self.step(busy=busy)
+        before = self.counters.promoted_bytes["disk"] + self.counters.cascaded_bytes["disk"]
+        begun = time.perf_counter()
+        taken = sorted(self.step(busy=busy) for _ in range(num_steps))
+        seconds = time.perf_counter() - begun
+        moved = self.counters.promoted_bytes["disk"] + self.counters.cascaded_bytes["disk"] - before
+        if self.reader is not None:
+            self.hierarchy.finish_request(self.reader[0])
+            self.reader = None
+        return {
+            "p50": statistics.median(taken),
+            "p99": taken[int(0.99 * len(taken))],
+            "seconds a GB": seconds / max(moved / 1e9, 1e-9),
+        }
+
+    def close(self) -> None:
+        self.hierarchy.close()
+
+
+class Step:
+    """The case."""
+
+    name = "step"
+    about = "a scheduler's step while the disk is read and written all the time"
+    rounds = 9
+
+    def rows(self, options: Options) -> Sequence[Row]:
+        del options
+        return [
+            Row(
+                f"step without the model, {which}",
+                ("busy", which),
+                ("idle", which),
+                unit="ms",
+                scale=1e3,
+                goals=[Goal(least=1 / 1.10)] if which == "p99" else [],
+            )
+            for which in ("p50", "p99")
+        ] + [Row("read and written meanwhile", ("busy", "seconds a GB"), amount=1.0)]
+
+    @contextlib.contextmanager
+    def sides(self, options: Options) -> Iterator[Mapping[str, Side]]:
+        with tempfile.TemporaryDirectory(dir=options.path, prefix="undercroft-bench-") as path:
+            engine = Engine(Path(path))
+            num_steps = 100 if options.quick else 800
+            try:
+                yield {
+                    "busy": partial(engine.measure, num_steps, busy=True),
+                    "idle": partial(engine.measure, num_steps, busy=False),
+                    "busy" + AGAIN: partial(engine.measure, num_steps, busy=True),
+                }
+            finally:
+                engine.close()
