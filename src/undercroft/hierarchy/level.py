@@ -168,7 +168,7 @@ class Level:
             return None
         if key in self._writing:
             if self._writing[key][1] != self._generation:
-                self._decline("before_reset")
+                self._decline("before_reset", key)
             return None
         if self._indexed.has(key):
             return None
