@@ -78,12 +78,12 @@ class Counters:
     """By (level, reason)."""
     resets: int = 0
     broken_invariants: int = 0
-    store_seconds: Samples = field(default_factory=Samples)
-    load_seconds: Samples = field(default_factory=Samples)
-    restore_wait_seconds: Samples = field(default_factory=Samples)
-    promote_seconds: Samples = field(default_factory=Samples)
+    store_seconds: Samples = field(default_factory=Samples, compare=False)
+    load_seconds: Samples = field(default_factory=Samples, compare=False)
+    restore_wait_seconds: Samples = field(default_factory=Samples, compare=False)
+    promote_seconds: Samples = field(default_factory=Samples, compare=False)
     """By level."""
-    cascade_seconds: Samples = field(default_factory=Samples)
+    cascade_seconds: Samples = field(default_factory=Samples, compare=False)
     """By level."""
 
     def __post_init__(self) -> None:

@@ -41,6 +41,7 @@ DECLINE_REASONS = {
     LEVEL_0: ("before_reset", "full", "not_admitted"),
     "below": (
         "backpressure",
+        "before_reset",
         "evicted_before_its_turn",
         "not_admitted",
         "queue_full",
