@@ -11,8 +11,6 @@ __all__ = ["LevelEvent", "LevelEvents"]
 
 _MAX_TOLD = 1024
 """Chunks found at start that one step tells of; a level may hold a million."""
-_PATIENCE_STEPS = 8
-"""If nobody has taken events for so many steps, no further one is asked for."""
 
 
 class LevelEvent(NamedTuple):
@@ -34,16 +32,16 @@ class LevelEvents:
         self.enabled = enabled
         self._events: list[LevelEvent] = []
         self._found: dict[tuple[str, ChunkKey], None] = {}
-        self._num_hurried_steps = 0
+        self._is_in_a_hurry = False
 
     @property
     def has_more(self) -> bool:
         """Whether another step has something to tell, also if the engine is idle."""
-        return bool(self._found or (self._events and self._num_hurried_steps))
+        return self._is_in_a_hurry or bool(self._found)
 
     def hurry(self) -> None:
         """What was just noted cannot wait for the next request: the engine may be idle for long."""
-        self._num_hurried_steps = _PATIENCE_STEPS
+        self._is_in_a_hurry = bool(self._events)
 
     def add(self, level: str, key: ChunkKey, *, removed: bool) -> None:
         """Note one chunk; joins the last event when it is of the same kind."""
@@ -73,13 +71,13 @@ class LevelEvents:
 
     def tell_found(self) -> None:
         """Once a step: make events of some of what was found."""
-        self._num_hurried_steps = max(0, self._num_hurried_steps - 1)
+        self._is_in_a_hurry = False  # this step's events are taken at its end
         for _ in range(min(len(self._found), _MAX_TOLD)):
             (level, key), _ = self._found.popitem()
             self.add(level, key, removed=False)
 
     def take(self) -> list[LevelEvent]:
         """All events since the last call, in order."""
-        self._num_hurried_steps = 0
+        self._is_in_a_hurry = False
         events, self._events = self._events, []
         return events
