@@ -31,12 +31,14 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from undercroft.clock import SystemClock
 from undercroft.engines.vllm.metrics import StepStats
 from undercroft.engines.vllm.tally import Tally
 from undercroft.engines.vllm.transfer_spec import SlotSpec
 from undercroft.hierarchy.hierarchy import LEVEL_0, Hierarchy
 from undercroft.hierarchy.request import Lookup, Request
 from undercroft.keys import ChunkKey
+from undercroft.log import SparingLog
 
 __all__ = ["GROUP_ID_BYTES", "UndercroftManager", "group_key"]
 
@@ -111,6 +113,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         self.is_off = False
         self._close = close
         self._refresh = refresh
+        self._log = SparingLog(_LOG, SystemClock())
         self._tally = tally
         self._stats = StepStats(hierarchy, tally.pace)
         self._requests: dict[str, Request] = {}
@@ -120,8 +123,10 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
 
     def switch_off(self, error: BaseException) -> None:
         """Serve and store nothing from now on. Loads under way end as they would have."""
-        self.is_off = True
+        was_off, self.is_off = self.is_off, True
         self.hierarchy.counters.broken_invariants += 1
+        if was_off:
+            return
         _LOG.error(
             "internal fault, the cache is off until the engine restarts; "
             "requests are recomputed. Please report this.",
@@ -337,7 +342,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
             self.switch_off(error)
             in_time = self._void_levels()
         if not in_time:
-            _LOG.warning(
+            self._log.warning(
                 "a lower level did not take the reset in time; it stays unused until it has"
             )
 
@@ -350,7 +355,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
                 in_time &= level.wait_void(self._reset_s)
             except Exception:  # noqa: BLE001 - the other levels get their turn
                 in_time = False
-                _LOG.exception("tier %s could not be reset", level.name)
+                self._log.warning("tier %s could not be reset", level.name, with_traceback=True)
         return in_time
 
     @override

@@ -30,7 +30,8 @@ from vllm.version import __version__ as vllm_version
 
 from undercroft.clock import Clock, SystemClock
 from undercroft.config import check_served, from_engine, to_json
-from undercroft.engines.assemble import Geometry, assemble, check_plugins, tokens_that_fit
+from undercroft.engines.assemble import Geometry, assemble, check_plugins
+from undercroft.engines.start_line import start_line
 from undercroft.engines.vllm.facts import leave_facts, take_facts
 from undercroft.engines.vllm.log_lines import log_where_vllm_logs
 from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, group_key
@@ -44,7 +45,7 @@ from undercroft.hierarchy.rendezvous import sweep_dead_regions
 from undercroft.hierarchy.slots import SLOT_ALIGNMENT_BYTES, slot_bytes_for
 from undercroft.identity import EngineFacts, key_hash, namespace, weights_fingerprint
 from undercroft.keys import ChunkKey, Namespace
-from undercroft.settings import check_host_bytes, check_sizes, format_bytes, host_limits, load
+from undercroft.settings import check_host_bytes, check_sizes, host_limits, load
 
 __all__ = ["UndercroftSpec"]
 
@@ -170,10 +171,11 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
         try:
             region.wait_joined(settings.join_deadline_s)
             geometry = self._geometry(region)
+            made = self._namespace(geometry, take_facts(region.buffer))
             hierarchy = assemble(
                 settings,
                 geometry,
-                namespace=self._namespace(geometry, take_facts(region.buffer)),
+                namespace=made,
                 buffer=region.buffer,
                 clock=self._clock,
                 num_replicas=config.parallel.data_parallel_size,
@@ -184,9 +186,9 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             region.close()
             raise
         _LOG.info(
-            "host memory holds %s, about %d tokens of this model",
-            format_bytes(settings.host_bytes),
-            tokens_that_fit(geometry, settings.host_bytes),
+            "ready: key space %s (engines that share chunks print the same); %s",
+            made.id,
+            start_line(settings, geometry, hierarchy),
         )
         slots = hierarchy.pool.slots
         return UndercroftManager(
@@ -239,6 +241,4 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             key_hash=hashed,
             model=model,
         )
-        made = namespace(self._engine, fingerprint, facts)
-        _LOG.info("key space %s (engines that share chunks print the same)", made.id)
-        return made
+        return namespace(self._engine, fingerprint, facts)

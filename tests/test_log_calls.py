@@ -1,0 +1,71 @@
+"""Every log call of the library is rate-limited, or here with the reason why it is rare."""
+
+import ast
+from pathlib import Path
+
+SRC = Path(__file__).resolve().parents[1] / "src" / "undercroft"
+LEVELS = {"info", "warning", "error", "exception", "critical", "log"}
+ONCE = "once in a process's life"
+SEEN = {
+    ("engines/assemble.py", "%s"): ONCE,
+    ("engines/assemble.py", "tier %s is left out: %s"): ONCE,
+    ("engines/vllm/manager.py", "internal fault, the cache is off until"): ONCE,
+    ("engines/vllm/manager.py", "fault while shutting down"): ONCE,
+    ("engines/vllm/mover.py", "the mover has broken down"): ONCE,
+    ("engines/vllm/spec.py", "%s"): ONCE,
+    ("engines/vllm/spec.py", "ready: key space %s"): ONCE,
+    ("engines/vllm/spec.py", "undercroft: %s"): ONCE,
+    ("engines/vllm/worker.py", "a copy of KV cache did not end within"): ONCE,
+    ("engines/vllm/worker.py", "load job %d failed: %s"): "the engine stops over it",
+    ("hierarchy/alarm.py", "tier %s is left alone for now"): "one a minute, by its own clock",
+    ("hierarchy/alarm.py", "tier %s works again"): "one for each of the line before",
+    ("hierarchy/attempts.py", "a bug in tier %r; further ones"): "the first only",
+    ("hierarchy/region_entry.py", "host memory of engine %s stays"): ONCE,
+    ("hierarchy/region_entry.py", "removed %s, left by a dead start"): "one for each dead start",
+    ("hierarchy/rendezvous.py", "removed %s, the region of a dead engine"): "one for each engine",
+    ("hierarchy/transfers.py", "tier %r failed to close: %r"): ONCE,
+    ("tiers/disk/tier.py", "disk tier %r closed unflushed: %s"): ONCE,
+    ("tiers/disk/tier.py", "disk tier %r starts without its disk: %s"): ONCE,
+}
+
+
+def plain_calls() -> list[tuple[str, str]]:
+    """File and text of each call of a plain logger, which nothing limits."""
+    found = []
+    for path in sorted(SRC.rglob("*.py")):
+        name = str(path.relative_to(SRC))
+        if name == "log.py" or name.startswith(("cli/", "testing/")):
+            continue  # the limiter itself; processes that people start to read what they say
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            logger = node.func.value
+            if node.func.attr in LEVELS and isinstance(logger, ast.Name) and logger.id == "_LOG":
+                text = node.args[0]
+                found.append((name, text.value if isinstance(text, ast.Constant) else "?"))
+    return found
+
+
+def test_whatever_may_come_again_and_again_is_limited() -> None:
+    """A new plain call has to say here why it cannot fill a log; else it is for `SparingLog`."""
+    calls = plain_calls()
+    assert len(calls) >= 15, "the pattern finds no calls"
+
+    def known(call: tuple[str, str], entry: tuple[str, str]) -> bool:
+        return call[0] == entry[0] and call[1].startswith(entry[1])
+
+    assert not [call for call in calls if not any(known(call, entry) for entry in SEEN)]
+    assert not [entry for entry in SEEN if not any(known(call, entry) for call in calls)]
+
+
+def test_every_logger_goes_by_one_name() -> None:
+    """So that the test above sees all of them."""
+    loggers = 0
+    for path in SRC.rglob("*.py"):
+        if path.relative_to(SRC).parts[0] in {"cli", "testing"}:
+            continue
+        lines = [line for line in path.read_text().splitlines() if "getLogger(__name__)" in line]
+        assert all(line == "_LOG = logging.getLogger(__name__)" for line in lines), path
+        loggers += len(lines)
+        assert "logging.warning(" not in path.read_text()
+    assert loggers >= 10
