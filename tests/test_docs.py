@@ -163,7 +163,10 @@ def check_vllm(arguments: list[str]) -> None:
         assert flag in vllm_flags(), f"vllm serve has no {flag}"
     if "--kv-transfer-config" in arguments:
         config = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
-        assert set(config) == {"kv_connector", "kv_role", "kv_connector_extra_config"}
+        expected = {"kv_connector", "kv_role", "kv_connector_extra_config"}
+        if config["kv_connector"] == "UndercroftConnector":
+            expected.add("kv_connector_module_path")
+        assert set(config) == expected
         load(config["kv_connector_extra_config"])
 
 

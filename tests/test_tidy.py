@@ -33,6 +33,8 @@ BANNED_WORDS = {"manager", "handler", "spec", "context", "metadata", "utils", "u
 # we speak to that engine.
 FORCED_NAMES = {
     "engines/vllm": {
+        "ConnectedManager",
+        "ConnectedSpec",
         "UndercroftManager",
         "UndercroftSpec",
         "SlotSpec",

@@ -11,12 +11,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from undercroft.clock import Clock
-from undercroft.errors import Bug
+from undercroft.hierarchy.ahead import Ahead
 from undercroft.hierarchy.cascade import Cascade
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
 from undercroft.hierarchy.fresh import Fresh
 from undercroft.hierarchy.level import Level
+from undercroft.hierarchy.loads import Loads
 from undercroft.hierarchy.outcome import Op
 from undercroft.hierarchy.pool import Pool
 from undercroft.hierarchy.request import Answer, Lookup, Request
@@ -97,13 +98,12 @@ class Hierarchy:
         self._polled_step = -1
         self._noticed_step = -1
         self._is_outdated = False
-        self._num_loading = 0
         self._hitters: dict[str, Request] = {}
         self._holders: dict[str, Request] = {}
-        self._loaders: dict[str, Request] = {}
         self._draining_until: list[tuple[int, list[int]]] = []
         self._num_ended_steps = 0
         self.fresh = Fresh(self.pool)
+        self.loads = Loads(self.pool, self.fresh, counters=counters, events=events)
         self.stores = Stores(
             self.pool, self.fresh, counters=counters, take_failed=take_failed_stores
         )
@@ -120,6 +120,7 @@ class Hierarchy:
             on_arrival=lambda key: self.events.add(LEVEL_0, key, removed=False),
             counters=counters,
         )
+        self.ahead = Ahead(self.pool, self.restores)
         self.cascade = Cascade(
             self.pool,
             self.levels,
@@ -135,7 +136,7 @@ class Hierarchy:
         return self._buffer[start : start + self.pool.slots.size(slot)]
 
     def _num_busy_slots(self) -> int:
-        return self._num_loading + len(self.stores) + self.cascade.num_pinned
+        return len(self.loads) + len(self.stores) + self.cascade.num_pinned
 
     def _on_evict(self, keys: Sequence[ChunkKey]) -> None:
         self.counters.evicted_chunks[LEVEL_0] += len(keys)
@@ -259,19 +260,9 @@ class Hierarchy:
         Raises:
             Bug: A key is not readable. Loading anything else in its place would be wrong bytes.
         """
-        shards, states = self._shards, self._states
-        slots = [shards[hash(key) >> SHARD_SHIFT].get(key, -1) for key in keys]
-        for key, slot in zip(keys, slots, strict=True):
-            if slot < 0 or states[slot] < _READY:
-                raise Bug(f"request {request.id}: asked to load {key.hex()}, which was not a hit")
-        self.pool.slots.pin_all(slots)
-        request.loading.update(zip(keys, slots, strict=True))
-        request.loaded = dict.fromkeys(request.in_order(keys))
+        slots = self.loads.prepare(keys, request)
         if self.levels:
             request.chain.extend(keys)
-        if request.loading:
-            self._loaders[request.id] = request
-        self._num_loading += len(slots)
         self.restores.leave(request)
         request.deadline_s = None
         self._let_go(request)
@@ -279,22 +270,7 @@ class Hierarchy:
 
     def complete_load(self, keys: Iterable[ChunkKey], request: Request) -> None:
         """The engine has the bytes of `keys`."""
-        loaded: list[int] = []
-        take = request.loading.pop
-        for key in keys:
-            slot = take(key, None)
-            if slot is not None:
-                loaded.append(slot)
-        self.counters.loaded_bytes += self.pool.slots.bytes_of(loaded)
-        self._num_loading -= len(loaded)
-        self.counters.loaded_chunks += len(loaded)
-        if not request.finished:
-            self.fresh.keep(request, loaded, self._step)
-        else:
-            for slot in loaded:
-                self.pool.unpin(slot)
-        if not request.loading:
-            self._loaders.pop(request.id, None)
+        if self.loads.complete(keys, request, self._step):
             self._touch_if_over(request)
 
     # --- stores -------------------------------------------------------------------------------
@@ -372,7 +348,7 @@ class Hierarchy:
         self.fresh.settle_idle(self._step)
         self.fresh.advance_step()
         self.restores.refresh()
-        self.restores.admit(self._step, now_s)
+        self.ahead.admit(self._step, now_s)
         self.touches.submit()
         self.cascade.submit()
         self.events.tell_found()
@@ -470,11 +446,7 @@ class Hierarchy:
         nobody touches the slots any more.
         """
         held = self.stores.forget_all()
-        for request in self._loaders.values():
-            held.extend(request.loading.values())
-            request.loading.clear()
-        self._loaders.clear()
-        self._num_loading = 0
+        held.extend(self.loads.forget_all())
         if held:
             self._draining_until.append((self._step + 1, held))
 

@@ -99,6 +99,11 @@ class Restores:
         """Requests whose restore is not finished."""
         return len(self._queue)
 
+    @property
+    def has_levels(self) -> bool:
+        """Whether there is any lower level that may be asked."""
+        return bool(self._usable)
+
     def level_with(self, key: ChunkKey) -> Level | None:
         """The nearest usable lower level that has `key`."""
         for level in self._usable:
@@ -155,6 +160,13 @@ class Restores:
                 return
             else:
                 self._trim(request, now_s)
+
+    def read_ahead(self, scout: Request, now_s: float) -> None:
+        """Read what `scout` noted, whole or not at all, for nobody in particular yet."""
+        wanted = self._wanted(scout)
+        twice = {size_class: 2 * count for size_class, count in self._by_class(wanted).items()}
+        if wanted and self._fits(twice):
+            self._start(scout, wanted, now_s)
 
     def _wanted(self, request: Request) -> list[ChunkKey]:
         """Keys to read so that the walks of this step end in hits; empty if they cannot."""
