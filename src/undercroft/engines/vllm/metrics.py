@@ -8,7 +8,7 @@ or an undeclared name, would stop the engine's output handler.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import TypeAlias
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -160,37 +160,33 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     return definitions
 
 
-class _Reading(NamedTuple):
-    """One sample: the name without prefix, label values, and the total or the value now."""
-
-    name: str
-    labels: tuple[str, ...]
-    value: float
+_Reading: TypeAlias = tuple[str, tuple[str, ...], float]
+"""The name without prefix, label values, and the total or the value now."""
 
 
 def _counters(hierarchy: Hierarchy) -> Iterator[_Reading]:
     counters = hierarchy.counters
-    yield _Reading("lookups", ("hit",), counters.lookup_hits)
-    yield _Reading("lookups", ("pending",), counters.lookup_pending)
-    yield _Reading("lookups", ("miss",), counters.lookup_misses.total())
+    yield "lookups", ("hit",), counters.lookup_hits
+    yield "lookups", ("pending",), counters.lookup_pending
+    yield "lookups", ("miss",), counters.lookup_misses.total()
     for name in _PLAIN:
-        yield _Reading(name, (), getattr(counters, name))
+        yield name, (), getattr(counters, name)
     for reason, count in counters.lookup_misses.items():
-        yield _Reading("lookup_misses", (reason,), count)
+        yield "lookup_misses", (reason,), count
     for name in _BY_LEVEL:
         totals: Mapping[str, float] = getattr(counters, name)
         for level, total in totals.items():
-            yield _Reading(name, (level,), total)
+            yield name, (level,), total
     for labels, count in counters.dropped_chunks.items():
-        yield _Reading("dropped_chunks", labels, count)
+        yield "dropped_chunks", labels, count
     for labels, count in counters.declined_chunks.items():
-        yield _Reading("declined_chunks", labels, count)
+        yield "declined_chunks", labels, count
     for each in hierarchy.levels:
         label, transfers = (each.name,), each.transfers
-        yield _Reading("transfer_retries", label, transfers.num_retries)
-        yield _Reading("late_transfers", label, transfers.num_late)
-        yield _Reading("breaker_openings", label, transfers.breaker.num_opened)
-        yield _Reading("tier_bugs", label, transfers.num_bugs)
+        yield "transfer_retries", label, transfers.num_retries
+        yield "late_transfers", label, transfers.num_late
+        yield "breaker_openings", label, transfers.breaker.num_opened
+        yield "tier_bugs", label, transfers.num_bugs
 
 
 def _zeros(hierarchy: Hierarchy) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -213,17 +209,17 @@ def _zeros(hierarchy: Hierarchy) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _gauges(hierarchy: Hierarchy, pace: Pace) -> Iterator[_Reading]:
-    yield _Reading("is_on", (), 1)
+    yield "is_on", (), 1
     used, capacity = hierarchy.pool.residency()
     yield from _room(LEVEL_0, used, capacity)
-    yield _Reading("pinned_chunks", (), hierarchy.pool.slots.num_pinned)
-    yield _Reading("waiting_restores", (), hierarchy.restores.num_waiting)
-    yield _Reading("moving_chunks", (), len(hierarchy.restores) + len(hierarchy.cascade))
+    yield "pinned_chunks", (), hierarchy.pool.slots.num_pinned
+    yield "waiting_restores", (), hierarchy.restores.num_waiting
+    yield "moving_chunks", (), len(hierarchy.restores) + len(hierarchy.cascade)
     if (seconds_per_token := pace.seconds_per_token) is not None:
-        yield _Reading("prefill_seconds_per_token", (), seconds_per_token)
+        yield "prefill_seconds_per_token", (), seconds_per_token
     for level in hierarchy.levels:
         yield from _level_gauges(level)
-        yield _Reading("waiting_chunks", (level.name,), hierarchy.cascade.num_waiting(level.name))
+        yield "waiting_chunks", (level.name,), hierarchy.cascade.num_waiting(level.name)
         if isinstance(level.tier, Bounded):
             yield from _room(level.name, level.tier.used_bytes(), level.tier.capacity_bytes)
 
@@ -231,22 +227,22 @@ def _gauges(hierarchy: Hierarchy, pace: Pace) -> Iterator[_Reading]:
 def _level_gauges(level: Level) -> Iterator[_Reading]:
     transfers, name = level.transfers, level.name
     label = (name,)
-    yield _Reading("level_usable", label, int(level.usable))
-    yield _Reading("queued_chunks", (name, "read"), transfers.num_queued_reads)
-    yield _Reading("queued_chunks", (name, "write"), transfers.num_queued_writes)
-    yield _Reading("queued_write_bytes", label, transfers.queued_write_bytes)
-    yield _Reading("max_queued_write_bytes", label, transfers.max_queued_write_bytes)
-    yield _Reading("running_transfers", label, transfers.num_running)
-    yield _Reading("stuck_threads", label, transfers.num_stuck)
+    yield "level_usable", label, int(level.usable)
+    yield "queued_chunks", (name, "read"), transfers.num_queued_reads
+    yield "queued_chunks", (name, "write"), transfers.num_queued_writes
+    yield "queued_write_bytes", label, transfers.queued_write_bytes
+    yield "max_queued_write_bytes", label, transfers.max_queued_write_bytes
+    yield "running_transfers", label, transfers.num_running
+    yield "stuck_threads", label, transfers.num_stuck
     now = transfers.breaker.state
     for state, word in _STATES.items():
-        yield _Reading("breaker_state", (name, word), int(state is now))
+        yield "breaker_state", (name, word), int(state is now)
 
 
 def _room(level: str, used: int, capacity: int) -> Iterator[_Reading]:
-    yield _Reading("resident_bytes", (level,), used)
-    yield _Reading("capacity_bytes", (level,), capacity)
-    yield _Reading("residency_ratio", (level,), used / capacity if capacity else 0.0)
+    yield "resident_bytes", (level,), used
+    yield "capacity_bytes", (level,), capacity
+    yield "residency_ratio", (level,), used / capacity if capacity else 0.0
 
 
 def _samples(counters: Counters) -> Iterator[tuple[str, tuple[str, ...], list[float]]]:
@@ -265,14 +261,14 @@ class StepStats:
         self._seen: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def take(self, *, is_off: bool = False) -> OffloadingConnectorStats | None:
-        """What changed, or None. Cost: some 20 us and 10 us a level, whatever happened.
+        """What changed, or None. Cost: some 15 us and 20 us a level, whatever happened.
 
         Args:
             is_off: The hierarchy is broken: report what was counted, and nothing that has to be
                 asked of it.
         """
         # Whatever can fail comes first: nothing may be marked as seen that is not reported.
-        gauges = [_Reading("is_on", (), 0.0)]
+        gauges: list[_Reading] = [("is_on", (), 0.0)]
         if not is_off:
             gauges = list(_gauges(self._hierarchy, self._pace))
         totals = list(_counters(self._hierarchy))
