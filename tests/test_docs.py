@@ -300,7 +300,7 @@ def test_messages_in_the_docs_are_ours() -> None:
 def test_metrics_in_the_docs_are_ours() -> None:
     """Each `vllm:undercroft_...` is a metric, with or without its `_total`."""
     reference = (ROOT / "docs" / "reference" / "metrics.md").read_text()
-    names = set(re.findall(r"^\| `(\w+)` \| (?:counter|gauge)", reference, re.MULTILINE))
+    names = set(re.findall(r"^\| `(\w+)` \| (?:counter|gauge|histogram)", reference, re.MULTILINE))
     for page in PAGES:
         for name in re.findall(r"vllm:undercroft_(\w+)", page.read_text()):
             assert name.removesuffix("_total") in names, f"{page.name}: {name}"
