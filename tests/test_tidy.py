@@ -394,7 +394,7 @@ def test_the_commands_in_the_docs_name_what_exists() -> None:
                 num_seen += 1
                 module = where.replace(".", "/").removeprefix("undercroft/")
                 text = "".join(p.read_text() for p in modules(module))
-                assert f"class {name}" in text, f"{path.name}: no {name}"
+                assert f'"{name}"' in text, f"{path.name}: no {name}"
     assert num_seen >= 1
 
 
