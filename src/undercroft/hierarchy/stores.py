@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from undercroft.hierarchy.counters import Counters
-from undercroft.hierarchy.fresh import Fresh
+from undercroft.hierarchy.fresh import MAX_LISTED_AT_ONCE, Fresh
 from undercroft.hierarchy.pool import Pool
 from undercroft.hierarchy.request import Request
 from undercroft.hierarchy.slots import SlotState
@@ -20,9 +20,9 @@ LEVEL_0 = "host"
 
 _STORE_ID_BITS = 40
 _DRAINING = int(SlotState.DRAINING)
-_SEARCHES = (2, 16, 128, 1024)
-"""How many times what lacks is made evictable, in turn, until it suffices: others may still use
-most of what a request lets go of."""
+_SEARCHES = (1, 4)
+"""How much is made evictable, in turn, until it suffices, in `MAX_LISTED_AT_ONCE` or twice what
+lacks: others may still use most of what a request lets go of. Bounded, as the call is."""
 
 
 def failed_chunk(store_id: int, chunk_index: int) -> int:
@@ -101,7 +101,8 @@ class Stores:
         slots = self._pool.allocate(in_order, keep=request.loaded)
         for times_more in _SEARCHES:
             num_lacking = len(in_order) - len(slots)
-            if not (num_lacking and self._fresh.make_room(request.id, times_more * num_lacking)):
+            num_wanted = times_more * max(MAX_LISTED_AT_ONCE, 2 * num_lacking)
+            if not (num_lacking and self._fresh.make_room(request.id, num_wanted)):
                 break
             slots += self._pool.allocate(in_order[len(slots) :], keep=request.loaded)
         if len(slots) < len(in_order):
