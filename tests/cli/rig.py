@@ -41,6 +41,6 @@ def undercroft(
 
 def undercroft_json(*words: str, code: int = 0, **how: Any) -> Any:
     """The JSON that the command prints with `--json`, whose exit code must be `code`."""
-    done = undercroft(*words, "--json", **how)
+    done = undercroft(words[0], "--json", *words[1:], **how)
     assert done.returncode == code, f"{done.returncode}: {done.stdout}{done.stderr}"
     return json.loads(done.stdout)

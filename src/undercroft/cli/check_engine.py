@@ -18,59 +18,50 @@ from undercroft.hierarchy.slots import slot_bytes_for
 from undercroft.identity import key_hash, weights_fingerprint
 from undercroft.settings import Settings, check_sizes, format_bytes
 
-__all__ = ["Look", "check_engine", "check_model", "check_names", "geometry_of"]
+__all__ = ["check_engine", "check_model", "check_names", "geometry_of", "look_at"]
 
 _DEADLINE_S = 300.0
 _OUR_ERROR = f"{ConfigError.__module__}.{ConfigError.__name__}: "
 
 
-class Look:
-    """A look at vLLM, under way in a process of its own.
+def look_at(words: Sequence[str]) -> Mapping[str, Any]:
+    """Look at vLLM in a process of its own.
 
     Args:
         words: What would follow `vllm serve`; empty to look at the installation only.
-    """
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self._process: subprocess.Popen[str] | None = None
-        if find_spec("vllm") is None:
-            return
-        environment = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-        self._process = subprocess.Popen(  # noqa: S603 - our own module
+    Returns:
+        What `engines.vllm.preview` found; `{"failed": line}` if it could not run.
+    """
+    if find_spec("vllm") is None:
+        return {
+            "failed": f"vLLM is not installed in this Python environment ({sys.prefix}): install "
+            f"undercroft beside vLLM, or run the command of its environment"
+        }
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    try:
+        done = subprocess.run(  # noqa: S603 - our own module
             [sys.executable, "-m", "undercroft.engines.vllm.preview", *words],
-            env={**os.environ, **environment},
+            env={**os.environ, **quiet},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
             errors="replace",
+            timeout=_DEADLINE_S,
+            check=False,
         )
-
-    def result(self) -> Mapping[str, Any]:
-        """What `preview` found; `{"failed": line}` if it could not run. Waits for it."""
-        if self._process is None:
-            return {
-                "failed": "vLLM is not installed in this Python environment "
-                f"({sys.prefix}): install undercroft beside vLLM, or run the command of its "
-                "environment"
-            }
-        try:
-            out, err = self._process.communicate(timeout=_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
-            return {"failed": f"vLLM could not be looked at within {_DEADLINE_S:g} s"}
-        lines = out.strip().splitlines()
-        try:
-            found: Mapping[str, Any] = json.loads(lines[-1])
-        except (IndexError, ValueError):
-            tail = err.strip().splitlines()[-1:] or [f"exit code {self._process.returncode}"]
-            return {"failed": f"vLLM cannot be used here: {tail[0].removeprefix(_OUR_ERROR)}"}
-        return found
+    except subprocess.TimeoutExpired:
+        return {"failed": f"vLLM could not be looked at within {_DEADLINE_S:g} s"}
+    try:
+        found: Mapping[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        tail = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return {"failed": f"vLLM cannot be used here: {tail[0].removeprefix(_OUR_ERROR)}"}
+    return found
 
 
 def check_engine(look: Mapping[str, Any]) -> Iterator[Finding]:
-    """Version and platform, from `Look.result`."""
+    """Version and platform, from `look_at`."""
     if "failed" in look:
         yield error("engine", look["failed"])
         return
@@ -97,7 +88,7 @@ def check_model(
     Args:
         asked: The command line; its model is not None.
         settings: None if they are wrong; that is told elsewhere.
-        look: From `Look.result`, with the model.
+        look: From `look_at`, with the model.
     """
     if "failed" in look:
         return
@@ -170,7 +161,7 @@ def check_names(
     Args:
         asked: The command line.
         settings: None if they are wrong.
-        look: From `Look.result`.
+        look: From `look_at`.
     """
     algorithm = look.get("hash_algorithm")
     hashed = key_hash(algorithm, os.environ)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from undercroft.cli.check_disk import check_disk
-from undercroft.cli.check_engine import Look, check_engine, check_model, check_names
+from undercroft.cli.check_engine import check_engine, check_model, check_names, look_at
 from undercroft.cli.findings import Finding, Severity, error, fine, note, show, worst
 from undercroft.cli.flags import Asked, add_settings_flags, asked_for
 from undercroft.cli.output import Exit, Output, Subparsers, add_command, output_for
@@ -17,7 +17,13 @@ from undercroft.clock import SystemClock
 from undercroft.engines.assemble import check_plugins
 from undercroft.errors import ConfigError
 from undercroft.hierarchy.rendezvous import sweep_dead_regions
-from undercroft.settings import Settings, check_host_bytes, format_bytes, host_limits
+from undercroft.settings import (
+    Settings,
+    TierSettings,
+    check_host_bytes,
+    format_bytes,
+    host_limits,
+)
 
 __all__ = ["add_parser", "examine", "run"]
 
@@ -58,33 +64,29 @@ def run(args: argparse.Namespace) -> int:
     return Exit.PROBLEM if worst(findings) is Severity.ERROR else Exit.FINE
 
 
-def examine(asked: Asked, output: Output) -> list[Finding]:
+def examine(asked: Asked, output: Output, *, stop_early: bool = False) -> list[Finding]:
     """Look at everything. Nothing is changed; what dead engines left in /dev/shm is removed.
 
     Args:
         asked: What would be started.
         output: For progress.
+        stop_early: Do not look at vLLM, which takes seconds, once there is an error.
     """
     settings, findings = _settings(asked)
-    # With wrong settings vLLM's own options are looked at alone: one error is told once.
-    look = Look(asked.vllm_words(with_transfer=settings is not None) if asked.model else ())
-    with output.progress("looking at memory and disks") as progress, _quiet():
-        if settings is not None:
-            for tier in settings.tiers:
-                progress.step(note=tier.name)
-                if tier.type == "disk":
-                    findings.extend(check_disk(tier, SystemClock()))
-                elif tier.type != "memory":
-                    findings.append(
-                        note(
-                            "tiers",
-                            f"tier {tier.name} has a type of its own, {tier.type}: not tried",
-                        )
-                    )
+    with output.progress("looking at disks"), _quiet():
+        for tier in settings.tiers if settings is not None else ():
+            findings.extend(_tier(tier))
+    findings.extend(_memory(settings))
+    if stop_early and worst(findings) is Severity.ERROR:
+        return findings
+    # After the disks, whose speed it would spoil. With wrong settings vLLM's own options are looked
+    # at alone, so that one error is told once.
     with output.progress("looking at vLLM, which takes some seconds"):
-        seen = look.result()
-    findings.extend(_memory(settings, int(seen.get("replicas", 1))))
+        words = asked.vllm_words(with_transfer=settings is not None) if asked.model else []
+        seen = look_at(words)
     findings.extend(check_engine(seen))
+    if settings is not None and (num_replicas := int(seen.get("replicas", 1))) > 1:
+        findings.extend(_memory(settings, num_replicas))
     if asked.model is not None:
         findings.extend(check_model(asked, settings, seen))
     findings.extend(check_names(asked, settings, seen))
@@ -112,7 +114,14 @@ def _settings(asked: Asked) -> tuple[Settings | None, list[Finding]]:
     return settings, found
 
 
-def _memory(settings: Settings | None, num_replicas: int) -> Iterator[Finding]:
+def _tier(tier: TierSettings) -> Iterator[Finding]:
+    if tier.type == "disk":
+        yield from check_disk(tier, SystemClock())
+    elif tier.type != "memory":
+        yield note("tiers", f"tier {tier.name} is of an installed type, {tier.type}: not tried")
+
+
+def _memory(settings: Settings | None, num_replicas: int = 1) -> Iterator[Finding]:
     # As an engine does at its start: what a killed one left would count as used.
     sweep_dead_regions(_SHM, keep=Path())
     limits = host_limits()

@@ -18,6 +18,7 @@ from typing import Any
 from undercroft.cli.output import CommandFailed, Exit
 from undercroft.errors import ConfigError
 from undercroft.settings import Settings, load
+from undercroft.settings.schema import ENGINE_KEYS
 from undercroft.settings.sources import assignments
 
 __all__ = ["CONNECTOR", "Asked", "add_settings_flags", "asked_for"]
@@ -113,7 +114,10 @@ def asked_for(args: argparse.Namespace) -> Asked:
             rest += ["--host", value]
     if len(sizes) > 1:
         raise ConfigError(f"--host is given {len(sizes)} sizes, {' and '.join(sizes)}; keep one")
-    extra: dict[str, Any] = dict(assignments(args.set))
+    extra: dict[str, Any] = {
+        name: ENGINE_KEYS[name].kind(value, f"--set {name}") if name in ENGINE_KEYS else value
+        for name, value in assignments(args.set).items()
+    }
     given = {
         **({"host": sizes[0]} if sizes else {}),
         **({"tiers": [_disk(value) for value in args.disk]} if args.disk else {}),

@@ -20,6 +20,7 @@ COMMANDS: tuple[str, ...] = (
     "serve",
     "doctor",
     "config",
+    "top",
     "ls",
     "du",
     "inspect",

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         output.data({"command": command, "kv_transfer_config": asked.transfer_config()})
         return Exit.FINE
     if not args.no_doctor:
-        _tell(output, examine(asked, output))
+        _tell(output, examine(asked, output, stop_early=True))
     return become(command)
 
 

@@ -1,9 +1,9 @@
 """What the workers of all platforms share: which pages a job moves, and what a failure means.
 
 Failures. The engine has no word for a failed job: it asserts success. A store that fails is
-acknowledged, and reported through `report_failed`, so that its chunks are never served. If a load
-fails, its blocks hold nobody knows what. Whoever sets `tells_failed_loads` asks for them after each
-`get_finished`, and keeps the engine from computing on them; otherwise `get_finished` raises.
+acknowledged, and reported through `report_failed`, so that its chunks are never served. The blocks
+of a load that fails hold nobody knows what. Whoever sets `tells_failed_loads` asks for them after
+each `get_finished`, and keeps the engine from computing on them; otherwise `get_finished` raises.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from undercroft.log import SparingLog
 __all__ = [
     "SHUTDOWN_S",
     "AnyMover",
-    "ChunksNotLoaded",
+    "NotLoaded",
     "Reports",
     "SlotWorker",
     "absolute_geometries",
@@ -124,14 +124,8 @@ def writable_bytes(region: NDArray[np.uint8] | memoryview) -> NDArray[np.uint8]:
     return slots
 
 
-class ChunksNotLoaded(KvError):
-    """Some chunks of a load could not be copied; the others were.
-
-    Args:
-        slots: The offsets of those that were not.
-        num_chunks: In the whole load.
-        first: What went wrong with the first.
-    """
+class NotLoaded(KvError):
+    """Some chunks of a load could not be copied; the others were."""
 
     def __init__(self, slots: Collection[int], num_chunks: int, first: Exception) -> None:
         super().__init__(f"{len(slots)} of {num_chunks} chunks were not copied; first: {first}")
@@ -209,10 +203,10 @@ class SlotWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
         self._slots = region
         self._mover = mover
         self._reports = reports
+        self._log = SparingLog(_LOG, clock)
         self.tells_failed_loads = False
         """Whether the caller takes the failed loads; see the module."""
         self._failed_loads: dict[int, tuple[int, ...]] = {}
-        self._log = SparingLog(_LOG, clock)
 
     @override
     def submit_store(
@@ -250,18 +244,17 @@ class SlotWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
     def get_finished(self) -> list[TransferResult]:
         finished = self._mover.take_finished()
         for index, job in enumerate(finished):
-            error = job.error
-            if error is None or job.is_store:
+            if job.error is None or job.is_store:
                 continue
-            part = error if isinstance(error, ChunksNotLoaded) else None
             if not self.tells_failed_loads:
                 self._mover.give_back(finished[:index] + finished[index + 1 :])
                 raise KvError(
                     f"load job {job.job_id} of {len(job.slots)} chunks could not be copied "
-                    f"into engine blocks: {error}. The engine cannot be told that a load "
+                    f"into engine blocks: {job.error}. The engine cannot be told that a load "
                     "failed, and must not compute on its blocks: restart it, and report this"
-                ) from (part.first if part else error)
-            self._failed_loads[job.job_id] = part.slots if part else tuple(job.slots)
+                ) from (job.error.first if isinstance(job.error, NotLoaded) else job.error)
+            failed = job.error.slots if isinstance(job.error, NotLoaded) else tuple(job.slots)
+            self._failed_loads[job.job_id] = failed
         return [
             TransferResult(
                 job_id=job.job_id,

@@ -83,7 +83,7 @@ class _RegionWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
         return finished
 
     def take_failed_loads(self) -> dict[int, tuple[int, ...]]:
-        """As the worker's."""
+        """See `SlotWorker.take_failed_loads`."""
         return self._worker.take_failed_loads()
 
     @override

@@ -2,13 +2,13 @@
 
 All copies run on one thread, see `mover`; the engine's thread only hands over jobs. Compute is
 synchronous on this platform, so a submitted store finds its bytes written, and nobody writes the
-targets of a submitted load. A load that fails is tried once more, chunk by chunk and page by
-page; what a failure then means, see `slot_worker`.
+targets of a submitted load. A load that fails is tried once more, chunk by chunk and page by page;
+what a failure then means, see `slot_worker`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -21,7 +21,7 @@ from undercroft.engines.vllm.copy import Span, copy_pages, copy_pages_singly
 from undercroft.engines.vllm.mover import Mover
 from undercroft.engines.vllm.slot_worker import (
     SHUTDOWN_S,
-    ChunksNotLoaded,
+    NotLoaded,
     Reports,
     SlotWorker,
     absolute_geometries,
@@ -106,17 +106,17 @@ class CpuWorker(SlotWorker):
                 of_chunk = places.slot_offsets == offset
                 chunk = BlockPlaces(*(values[of_chunk] for values in places))
                 try:
-                    yield from self._load_with(copy_pages_singly, [(group, chunk)])
+                    yield from self._load_with(copy_pages_singly, iter([(group, chunk)]))
                 except Exception as error:  # noqa: BLE001 - whatever it is: one chunk is lost
                     failed[offset] = error
         if failed:
             first = next(iter(failed.values()))
-            raise ChunksNotLoaded(failed, len(slots.offsets), first) from first
+            raise NotLoaded(failed, len(slots.offsets), first) from first
 
     def _load_with(
-        self, copy: _Copy, groups: Iterable[tuple[GroupGeometry, BlockPlaces]]
+        self, copy: _Copy, parts: Iterator[tuple[GroupGeometry, BlockPlaces]]
     ) -> Iterator[int]:
-        for group, places in groups:
+        for group, places in parts:
             for pages in self._pages(group, places):
                 yield from copy(
                     self._engine, pages.engine, self._region, pages.region, pages.page_bytes
