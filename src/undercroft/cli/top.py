@@ -23,7 +23,7 @@ from undercroft.cli.output import (
 from undercroft.errors import ConfigError
 from undercroft.settings import format_bytes
 
-__all__ = ["LevelView", "View", "add_parser", "fetch", "run", "view_of"]
+__all__ = ["LevelView", "View", "add_parser", "draw", "fetch", "run", "view_of"]
 
 _PREFIX = "vllm:undercroft_"
 _DEFAULT_URL = "http://127.0.0.1:8000/metrics"

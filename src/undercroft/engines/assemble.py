@@ -25,7 +25,7 @@ from undercroft.hierarchy.slots import Slots, slot_bytes_for
 from undercroft.hierarchy.transfers import Transfers
 from undercroft.keys import ChunkKey, Namespace
 from undercroft.plugins import find
-from undercroft.settings import Settings, TierSettings, format_bytes, with_capacity
+from undercroft.settings import Settings, TierSettings, with_capacity
 from undercroft.tiers.base import Tier
 from undercroft.tiers.disk.history import HistoryFile, history_bytes
 from undercroft.tiers.disk.names import ROOT_NAME
@@ -127,7 +127,7 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
     levels = [
         _level(tier, tier_settings, settings, geometry, (clock, counters, events))
         for tier_settings in settings.tiers
-        if (tier := _open_tier(tier_settings, geometry, namespace, clock, num_replicas))
+        if (tier := _open_tier(tier_settings, namespace, clock, num_replicas))
     ]
     make_policy = find("policies", settings.policy)
     admission = _admission(settings.admission, settings.admission_options, "host memory")
@@ -301,7 +301,6 @@ def make_tier(
 
 def _open_tier(
     settings: TierSettings,
-    geometry: Geometry,
     namespace: Namespace,
     clock: Clock,
     num_replicas: int,
@@ -311,14 +310,7 @@ def _open_tier(
     if note:
         _LOG.warning("%s", note)
     try:
-        tier = make_tier(resolved, namespace=namespace, clock=clock, num_replicas=num_replicas)
+        return make_tier(resolved, namespace=namespace, clock=clock, num_replicas=num_replicas)
     except TierError as error:
         _LOG.error("tier %s is left out: %s", settings.name, error)
         return None
-    _LOG.info(
-        "tier %s holds at most %s, about %d tokens of this model",
-        resolved.name,
-        format_bytes(resolved.capacity_bytes or 0),
-        tokens_that_fit(geometry, resolved.capacity_bytes or 0),
-    )
-    return tier

@@ -58,6 +58,10 @@ class Cascade:
         """Slots that a tier reads from now."""
         return len(self._by_ticket)
 
+    def num_waiting(self, level: str) -> int:
+        """Offers to that level whose turn has not come."""
+        return len(self._waiting[level])
+
     @property
     def can_go_on(self) -> bool:
         """Whether `submit` would get anything out of the way now."""

@@ -140,9 +140,7 @@ class Hierarchy:
 
     def _on_evict(self, keys: Sequence[ChunkKey]) -> None:
         self.counters.evicted_chunks[LEVEL_0] += len(keys)
-        if self.events.enabled:
-            for key in keys:
-                self.events.add(LEVEL_0, key, removed=True)
+        self.events.add_all(LEVEL_0, keys, removed=True)
 
     # --- lookups ------------------------------------------------------------------------------
 
@@ -295,9 +293,7 @@ class Hierarchy:
         key_set = keys if isinstance(keys, AbstractSet) else set(keys)
         ready, slots = self.stores.complete(key_set, request, success=success)
         self.fresh.add(request, ready, slots, self._step)
-        if self.events.enabled:
-            for key in ready:
-                self.events.add(LEVEL_0, key, removed=False)
+        self.events.add_all(LEVEL_0, ready, removed=False)
         self.cascade.add(ready)
         if any(level.is_choosy for level in self.levels):
             request.offered_below.update(ready)
@@ -355,6 +351,7 @@ class Hierarchy:
         self.ahead.admit(self._step, now_s)
         self.touches.submit()
         self.cascade.submit()
+        self.events.tell_found()
         for request in list(self._holders.values()):
             kept = request.queued and request.deadline_s is not None and now_s < request.deadline_s
             if not kept:
@@ -403,6 +400,7 @@ class Hierarchy:
             self._draining_until
             or self.touches
             or self.fresh.is_listing
+            or self.events.has_more
             or self.cascade.can_go_on
             or any(level.transfers.has_news for level in self.levels)
         )
@@ -419,6 +417,7 @@ class Hierarchy:
         """
         self.counters.resets += 1
         self._forget_all(raise_epoch=True)
+        self.events.hurry()
         self._quarantine_worker_slots()
         deadline_s = self._clock.now_s() + self._limits.drain_deadline_s
         in_time = True

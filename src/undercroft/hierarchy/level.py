@@ -121,6 +121,7 @@ class Level:
             size_class = classes.get(num_bytes)
             if size_class is not None and key not in self._policies[size_class]:
                 self._policies[size_class].on_insert(key)
+                self._events.find(self.name, key)
 
     @property
     def usable(self) -> bool:
@@ -277,6 +278,7 @@ class Level:
             policy.on_insert(key)
         self._counters.cascaded_chunks[self.name] += 1
         self._counters.cascaded_bytes[self.name] += done.outcome.num_bytes
+        self._counters.cascade_seconds.see(done.outcome.seconds, self.name)
         self._events.add(self.name, key, removed=False)
 
     def released(self, ticket: int) -> None:

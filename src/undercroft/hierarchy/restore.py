@@ -129,6 +129,7 @@ class Restores:
         """Note that `request` found chunks below in this step."""
         if not request.queued:
             request.queued = True
+            request.queued_s = now_s
             self._queue[request.id] = request
             if request.deadline_s is None:
                 request.deadline_s = now_s + self.deadline_s
@@ -347,6 +348,7 @@ class Restores:
             self._on_arrival(key)
             self._counters.promoted_chunks[level.name] += 1
             self._counters.promoted_bytes[level.name] += outcome.num_bytes
+            self._counters.promote_seconds.see(outcome.seconds, level.name)
             for request in promotion.waiting:
                 if request.queued:
                     request.promoted[key] = level.name

@@ -235,7 +235,7 @@ class SlotWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
                 blocks=frozenset(dst_spec.block_ids.tolist()) - {_NULL_BLOCK_ID},
                 slots=frozenset(slots.offsets.tolist()),
                 steps=lambda: self._load_steps(job_id, dst_spec, slots),
-                on_failure=lambda error: _LOG.error("load job %d failed: %s", job_id, error),
+                on_failure=lambda error: self._log.warning("load job %d failed: %s", job_id, error),
             )
         )
         return True

@@ -32,13 +32,15 @@ from vllm.version import __version__ as vllm_version
 from undercroft.clock import SystemClock
 from undercroft.config import check_served, from_engine, to_json
 from undercroft.engines.accelerator.numa import prefer_nodes
-from undercroft.engines.assemble import Geometry, assemble, check_plugins, tokens_that_fit
+from undercroft.engines.assemble import Geometry, assemble, check_plugins
+from undercroft.engines.start_line import start_line
 from undercroft.engines.vllm.facts import leave_facts, take_facts
 from undercroft.engines.vllm.log_lines import log_where_vllm_logs
 from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, group_key
 from undercroft.engines.vllm.metrics import metric_definitions
 from undercroft.engines.vllm.platforms import Platform
 from undercroft.engines.vllm.slot_worker import Reports, SlotWorker, chunk_payload_bytes
+from undercroft.engines.vllm.tally import Tally
 from undercroft.engines.vllm.version import doubt
 from undercroft.hierarchy.hierarchy import failed_chunk
 from undercroft.hierarchy.region import Region, RegionConfig
@@ -46,7 +48,7 @@ from undercroft.hierarchy.rendezvous import sweep_dead_regions
 from undercroft.hierarchy.slots import SLOT_ALIGNMENT_BYTES, slot_bytes_for
 from undercroft.identity import EngineFacts, key_hash, namespace, weights_fingerprint
 from undercroft.keys import ChunkKey, Namespace
-from undercroft.settings import check_host_bytes, check_sizes, format_bytes, host_limits, load
+from undercroft.settings import check_host_bytes, check_sizes, host_limits, load
 
 __all__ = ["UndercroftSpec"]
 
@@ -198,10 +200,11 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
         try:
             region.wait_joined(settings.join_deadline_s)
             geometry = self._geometry(region)
+            made = self._namespace(geometry, self._model_facts(region))
             hierarchy = assemble(
                 settings,
                 geometry,
-                namespace=self._namespace(geometry, self._model_facts(region)),
+                namespace=made,
                 buffer=region.buffer,
                 clock=self._clock,
                 num_replicas=config.parallel.data_parallel_size,
@@ -212,9 +215,9 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             region.close()
             raise
         _LOG.info(
-            "host memory holds %s, about %d tokens of this model",
-            format_bytes(settings.host_bytes),
-            tokens_that_fit(geometry, settings.host_bytes),
+            "ready: key space %s (engines that share chunks print the same); %s",
+            made.id,
+            start_line(settings, geometry, hierarchy),
         )
         slots = hierarchy.pool.slots
         return self._manager_class(
@@ -222,6 +225,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             group_ids=[group.group_id for group in config.groups],
             close=region.close,
             refresh=lambda: slots.set_ready_bytes(region.ready_bytes()),
+            tally=Tally(hierarchy.counters, self._clock, geometry.tokens_per_chunk),
             localities={
                 tier.name: Locality(tier.locality) for tier in settings.tiers if tier.locality
             },
@@ -274,6 +278,4 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             key_hash=hashed,
             model=model,
         )
-        made = namespace(self._engine, fingerprint, facts)
-        _LOG.info("key space %s (engines that share chunks print the same)", made.id)
-        return made
+        return namespace(self._engine, fingerprint, facts)
