@@ -61,6 +61,8 @@ def test_a_memory_tier_keeps_what_is_stored() -> None:
         MiniEngine(hierarchy).run([chunk_key("a")])
         (level,) = hierarchy.levels
         assert level.name == "below"
+        assert level.transfers.drain(SystemClock().now_s() + 10)
+        hierarchy.poll()
         assert level.has(chunk_key("a"))
     finally:
         hierarchy.close()
