@@ -267,7 +267,7 @@ def test_b17_residency_and_pins_are_two_numbers(tmp_path):
         assert put(rig.manager, A[:16]) == 16
         from undercroft.engines.vllm.metrics import StepStats
 
-        gauges = StepStats(rig.hierarchy).take().data["data"]
+        gauges = StepStats(rig.hierarchy, Pace(SystemClock())).take().data["data"]
         assert gauges["vllm:undercroft_residency_ratio"] == {("host",): 1.0}
         assert gauges["vllm:undercroft_pinned_chunks"] == {(): 0}
 

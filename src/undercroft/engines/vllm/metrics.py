@@ -49,7 +49,7 @@ DECLINE_REASONS = {
     ),
 }
 DROP_REASONS = {
-    LEVEL_0: ("copy_failed",),
+    LEVEL_0: ("copy_failed", "load_failed"),
     "below": (
         "closed",
         "corrupt",
