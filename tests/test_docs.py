@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from undercroft.cli.main import COMMANDS as COMMANDS_OF_OURS
+from undercroft.cli.main import build_parser
 from undercroft.settings import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -172,7 +174,7 @@ def check_vllm(arguments: list[str]) -> None:
 
 def check_python(arguments: list[str]) -> None:
     if arguments[0] == "-m":
-        assert arguments[1] == "pytest", arguments
+        assert arguments[1] in ("pytest", "undercroft"), arguments
         return
     if arguments[0] == "-c":
         compile(arguments[1], "-c", "exec")
@@ -188,11 +190,16 @@ def check_pytest(arguments: list[str]) -> None:
 
 
 def check_undercroft(arguments: list[str]) -> None:
-    command = SRC / "cli" / f"{arguments[0]}.py"
-    assert command.exists(), f"undercroft has no {arguments[0]}"
-    known = command.read_text() + (SRC / "cli" / "store.py").read_text() + '"--json"'
-    for flag in (word for word in arguments if word.startswith("--")):
-        assert f'"{flag}"' in known, f"undercroft {arguments[0]} has no {flag}"
+    """The command's own parser takes the words; what it leaves over is vLLM's, or a script's."""
+    assert arguments[0] in COMMANDS_OF_OURS, f"undercroft has no {arguments[0]}"
+    if len(arguments) == 1:
+        return  # named, not typed
+    args, rest = build_parser(arguments[:1]).parse_known_args(arguments)
+    if arguments[0] in ("serve", "doctor"):
+        for flag in (word for word in rest if word.startswith("-")):
+            assert flag in vllm_flags(), f"neither undercroft nor vllm serve has {flag}"
+    else:
+        assert args.takes_rest or not rest, f"undercroft {arguments[0]} has no {rest}"
 
 
 CHECKS = {
@@ -225,6 +232,9 @@ def test_shell_checks_bite() -> None:
         lambda: check_vllm(["serve", "M", "--no-such-flag"]),
         lambda: check_python(["bench/run.py", "--no-such-flag"]),
         lambda: check_pytest(["tests/no_such.py"]),
+        lambda: check_undercroft(["lss"]),
+        lambda: check_undercroft(["ls", "--no-such-flag"]),
+        lambda: check_undercroft(["serve", "M", "--no-such-flag"]),
     ):
         with pytest.raises((AssertionError, OSError)):
             wrong()

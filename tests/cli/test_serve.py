@@ -63,8 +63,6 @@ def test_print_is_the_command_that_would_run(tmp_path: Path) -> None:
     words += ["--set", "policy=arc", "--port", "8001", "--host", "0.0.0.0", "-tp", "1"]
     shown = undercroft_json("serve", *words, "--print")
     extra = {
-        "spec_name": "UndercroftSpec",
-        "spec_module_path": "undercroft.engines.vllm",
         "policy": "arc",
         "host": "32GiB",
         "tiers": [
@@ -72,7 +70,12 @@ def test_print_is_the_command_that_would_run(tmp_path: Path) -> None:
             {"type": "disk", "path": "/sata/kv", "capacity": "4TiB"},
         ],
     }
-    assert shown["kv_transfer_config"]["kv_connector_extra_config"] == extra
+    assert shown["kv_transfer_config"] == {
+        "kv_connector": "UndercroftConnector",
+        "kv_connector_module_path": "undercroft.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
     command = shown["command"]
     serve = command.index("serve")
     assert command[serve + 1 : -2] == ["M", "--port", "8001", "-tp", "1", "--host", "0.0.0.0"]

@@ -23,12 +23,12 @@ from undercroft.settings.sources import assignments
 
 __all__ = ["CONNECTOR", "Asked", "add_settings_flags", "asked_for"]
 
-CONNECTOR: Mapping[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-"""What names Undercroft to vLLM, beside the extra configuration."""
-_SPEC: Mapping[str, Any] = {
-    "spec_name": "UndercroftSpec",
-    "spec_module_path": "undercroft.engines.vllm",
+CONNECTOR: Mapping[str, Any] = {
+    "kv_connector": "UndercroftConnector",
+    "kv_connector_module_path": "undercroft.engines.vllm",
+    "kv_role": "kv_both",
 }
+"""What names Undercroft to vLLM, beside the extra configuration."""
 _TRANSFER_FLAG = "--kv-transfer-config"
 _HOST_NAME = re.compile(r"[A-Za-z]|\[|.*:")
 
@@ -61,7 +61,7 @@ class Asked:
         """The value of vLLM's `--kv-transfer-config`."""
         if self.transfer is not None:
             return dict(self.transfer)
-        return {**CONNECTOR, "kv_connector_extra_config": {**_SPEC, **self.extra}}
+        return {**CONNECTOR, "kv_connector_extra_config": dict(self.extra)}
 
     def vllm_words(self, *, with_transfer: bool = True) -> list[str]:
         """What follows `vllm serve`.

@@ -202,6 +202,22 @@ def test_a_load_that_cannot_be_done_is_never_acknowledged(on: str) -> None:
 
 
 @both
+def test_a_failed_load_is_told_to_who_asks(on: str) -> None:
+    """It is acknowledged, and its slots are named once, at the call that gave it."""
+    with Bench(on=on) as bench:
+        bench.worker.tells_failed_loads = True
+        bench.worker.submit_store(1, bench.blocks([5]), bench.slots([0]))
+        bench.worker.submit_load(2, bench.slots([40]), bench.blocks([6]))
+        bench.worker.submit_load(3, bench.slots([0]), bench.blocks([7]))
+        assert bench.worker.take_failed_loads() == {}
+        results = bench.finish(1, 2, 3)
+        assert {result.job_id for result in results if result.success} == {1, 2, 3}
+        assert bench.worker.take_failed_loads() == {2: (40 * bench.slot_bytes,)}
+        assert bench.worker.take_failed_loads() == {}
+        assert block_bytes(bench.caches, 0, 7) == block_bytes(bench.caches, 0, 5)
+
+
+@both
 def test_after_wait_the_source_may_be_overwritten(on: str) -> None:
     """What was waited for has left the engine's blocks: later writes do not reach the slots."""
     with Bench("big", bpc=4, on=on) as bench:

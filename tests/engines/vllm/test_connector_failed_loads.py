@@ -25,7 +25,7 @@ def failing():
     made = []
 
     def make(rig):
-        made.append(FailingCopies(rig.on_worker.connector_worker.worker._worker._engine))
+        made.append(FailingCopies(rig.on_worker.connector_worker.worker))
         return made[0]
 
     yield make

@@ -30,13 +30,14 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.version import __version__ as vllm_version
 
+from undercroft.engines.accelerator.torch_device import DEVICE_TYPES
 from undercroft.engines.vllm import UndercroftSpec
 from undercroft.engines.vllm.version import doubt
 from undercroft.errors import ConfigError, KvError
 
 __all__ = ["SERVED_DEVICES", "main", "preview"]
 
-SERVED_DEVICES = ("cpu",)
+SERVED_DEVICES = ("cpu", *DEVICE_TYPES)
 """Names of the platforms whose KV cache this version moves."""
 
 

@@ -13,7 +13,9 @@ from undercroft.engines.vllm import worker
 class FailingCopies:
     """Patches the worker's two copy functions, once; loads fail as told from then on."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, outer: Any) -> None:
+        while hasattr(outer, "_worker"):
+            outer = outer._worker
         self.slots: set[int] = set()
         """Offsets of slots that cannot be read any more."""
         self.everything = False
@@ -22,7 +24,7 @@ class FailingCopies:
         self.heals_after: int | None = None
         """So many failures, and all is well again."""
         self.num_failures = 0
-        self._engine = engine
+        self._engine = outer._engine
         self._good = {name: getattr(worker, name) for name in ("copy_pages", "copy_pages_singly")}
         for name in self._good:
             setattr(worker, name, self._failing(name))
@@ -61,7 +63,7 @@ def _installed(driver: Any) -> FailingCopies:
 
     if not hasattr(driver, "failing"):
         connector = get_kv_transfer_group()
-        driver.failing = FailingCopies(connector.connector_worker.worker._worker._engine)
+        driver.failing = FailingCopies(connector.connector_worker.worker)
     failing: FailingCopies = driver.failing
     return failing
 
