@@ -265,9 +265,11 @@ def test_b17_residency_and_pins_are_two_numbers(tmp_path):
         assert gauges["vllm:kv_offload_cpu_cache_usage_perc"] == {(): 0.0}
     with running({"host": 16 * CHUNK}, groups=ONE_PAGE) as rig:
         assert put(rig.manager, A[:16]) == 16
+        from undercroft.clock import SystemClock
         from undercroft.engines.vllm.metrics import StepStats
+        from undercroft.engines.vllm.tally import Pace
 
-        gauges = StepStats(rig.hierarchy).take().data["data"]
+        gauges = StepStats(rig.hierarchy, Pace(SystemClock())).take().data["data"]
         assert gauges["vllm:undercroft_residency_ratio"] == {("host",): 1.0}
         assert gauges["vllm:undercroft_pinned_chunks"] == {(): 0}
 
