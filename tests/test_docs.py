@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from undercroft.cli.main import COMMANDS as COMMANDS_OF_OURS
+from undercroft.cli.main import build_parser
 from undercroft.settings import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,13 +165,16 @@ def check_vllm(arguments: list[str]) -> None:
         assert flag in vllm_flags(), f"vllm serve has no {flag}"
     if "--kv-transfer-config" in arguments:
         config = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
-        assert set(config) == {"kv_connector", "kv_role", "kv_connector_extra_config"}
+        expected = {"kv_connector", "kv_role", "kv_connector_extra_config"}
+        if config["kv_connector"] == "UndercroftConnector":
+            expected.add("kv_connector_module_path")
+        assert set(config) == expected
         load(config["kv_connector_extra_config"])
 
 
 def check_python(arguments: list[str]) -> None:
     if arguments[0] == "-m":
-        assert arguments[1] == "pytest", arguments
+        assert arguments[1] in ("pytest", "undercroft"), arguments
         return
     if arguments[0] == "-c":
         compile(arguments[1], "-c", "exec")
@@ -184,7 +189,21 @@ def check_pytest(arguments: list[str]) -> None:
         assert word.startswith("-") or (ROOT / word.split("::")[0]).exists(), word
 
 
+def check_undercroft(arguments: list[str]) -> None:
+    """The command's own parser takes the words; what it leaves over is vLLM's, or a script's."""
+    assert arguments[0] in COMMANDS_OF_OURS, f"undercroft has no {arguments[0]}"
+    if len(arguments) == 1:
+        return  # named, not typed
+    args, rest = build_parser(arguments[:1]).parse_known_args(arguments)
+    if arguments[0] in ("serve", "doctor"):
+        for flag in (word for word in rest if word.startswith("-")):
+            assert flag in vllm_flags(), f"neither undercroft nor vllm serve has {flag}"
+    else:
+        assert args.takes_rest or not rest, f"undercroft {arguments[0]} has no {rest}"
+
+
 CHECKS = {
+    "undercroft": check_undercroft,
     "make": check_make,
     "vllm": check_vllm,
     "python": check_python,
@@ -213,6 +232,9 @@ def test_shell_checks_bite() -> None:
         lambda: check_vllm(["serve", "M", "--no-such-flag"]),
         lambda: check_python(["bench/run.py", "--no-such-flag"]),
         lambda: check_pytest(["tests/no_such.py"]),
+        lambda: check_undercroft(["lss"]),
+        lambda: check_undercroft(["ls", "--no-such-flag"]),
+        lambda: check_undercroft(["serve", "M", "--no-such-flag"]),
     ):
         with pytest.raises((AssertionError, OSError)):
             wrong()
@@ -278,7 +300,7 @@ def test_messages_in_the_docs_are_ours() -> None:
 def test_metrics_in_the_docs_are_ours() -> None:
     """Each `vllm:undercroft_...` is a metric, with or without its `_total`."""
     reference = (ROOT / "docs" / "reference" / "metrics.md").read_text()
-    names = set(re.findall(r"^\| `(\w+)` \| (?:counter|gauge)", reference, re.MULTILINE))
+    names = set(re.findall(r"^\| `(\w+)` \| (?:counter|gauge|histogram)", reference, re.MULTILINE))
     for page in PAGES:
         for name in re.findall(r"vllm:undercroft_(\w+)", page.read_text()):
             assert name.removesuffix("_total") in names, f"{page.name}: {name}"

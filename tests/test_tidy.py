@@ -33,6 +33,8 @@ BANNED_WORDS = {"manager", "handler", "spec", "context", "metadata", "utils", "u
 # we speak to that engine.
 FORCED_NAMES = {
     "engines/vllm": {
+        "ConnectedManager",
+        "ConnectedSpec",
         "UndercroftManager",
         "UndercroftSpec",
         "SlotSpec",
@@ -381,12 +383,18 @@ def test_the_commands_in_the_docs_name_what_exists() -> None:
         if path.suffix != ".md":
             continue
         for raw in re.findall(r"--kv-transfer-config '(\{.*?\})'", path.read_text(), re.DOTALL):
-            extra = json.loads(raw)["kv_connector_extra_config"]
-            if "spec_name" in extra:
+            config = json.loads(raw)
+            extra = config["kv_connector_extra_config"]
+            for name, where in (
+                (extra.get("spec_name"), extra.get("spec_module_path")),
+                (config["kv_connector"], config.get("kv_connector_module_path")),
+            ):
+                if name is None or where is None:
+                    continue  # vLLM's own
                 num_seen += 1
-                module = extra["spec_module_path"].replace(".", "/").removeprefix("undercroft/")
+                module = where.replace(".", "/").removeprefix("undercroft/")
                 text = "".join(p.read_text() for p in modules(module))
-                assert extra["spec_name"] in text, f"{path.name}: no {extra['spec_name']}"
+                assert f'"{name}"' in text, f"{path.name}: no {name}"
     assert num_seen >= 1
 
 

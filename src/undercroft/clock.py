@@ -27,6 +27,13 @@ class SystemClock:
         """See `Clock.now_s`."""
         return time.monotonic()  # noqa: TID251 - the only place that may
 
+    def unix_s(self) -> float:
+        """Seconds since 1970, for people and files to read; it may jump, so no wait depends on it.
+
+        Threads: any.
+        """
+        return time.time()  # noqa: TID251 - the only place that may
+
     def sleep(self, seconds: float) -> None:
         """See `Clock.sleep`."""
         time.sleep(seconds)  # noqa: TID251 - the only place that may

@@ -58,7 +58,7 @@ def check_pins(hierarchy: Hierarchy) -> None:
     assert all(request.hits for request in hierarchy._hitters.values()), "hit nothing"
     for request in hierarchy._holders.values():
         expected.update(request.holds.keys())
-    for request in hierarchy._loaders.values():
+    for request in hierarchy.loads.requests.values():
         expected.update(request.loading.values())
     expected.update(slot for slot, _ in hierarchy.cascade._by_ticket.values())
     expected.update(hierarchy.cascade._late.values())
@@ -67,7 +67,8 @@ def check_pins(hierarchy: Hierarchy) -> None:
     expected.update(hierarchy.fresh.kept_slots())
     pins = Counter({slot: n for slot, n in enumerate(hierarchy.pool.slots.pins) if n})
     assert pins == expected
-    assert hierarchy._num_loading == sum(len(r.loading) for r in hierarchy._loaders.values())
+    loaders = hierarchy.loads.requests.values()
+    assert len(hierarchy.loads) == sum(len(r.loading) for r in loaders)
 
 
 def check_levels(hierarchy: Hierarchy) -> None:

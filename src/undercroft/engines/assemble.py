@@ -13,22 +13,24 @@ from types import MappingProxyType
 from typing import Any
 
 from undercroft.admission.base import Admission
-from undercroft.clock import Clock
+from undercroft.clock import Clock, SystemClock
 from undercroft.errors import ConfigError, TierError, UnknownPlugin
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
-from undercroft.hierarchy.hierarchy import Hierarchy, Limits
+from undercroft.hierarchy.hierarchy import LEVEL_0, Hierarchy, Limits
+from undercroft.hierarchy.history import History
 from undercroft.hierarchy.level import Level
 from undercroft.hierarchy.pool import Pool
 from undercroft.hierarchy.slots import Slots, slot_bytes_for
 from undercroft.hierarchy.transfers import Transfers
 from undercroft.keys import ChunkKey, Namespace
 from undercroft.plugins import find
-from undercroft.settings import Settings, TierSettings, format_bytes, with_capacity
+from undercroft.settings import Settings, TierSettings, with_capacity
 from undercroft.tiers.base import Tier
-from undercroft.tiers.disk.root import ROOT_NAME
+from undercroft.tiers.disk.history import HistoryFile, history_bytes
+from undercroft.tiers.disk.names import ROOT_NAME
 
-__all__ = ["Geometry", "assemble", "check_plugins", "tokens_that_fit"]
+__all__ = ["Geometry", "assemble", "check_plugins", "held_bytes", "make_tier", "tokens_that_fit"]
 
 _LOG = logging.getLogger(__name__)
 _WRITE_DEADLINE_S = 30.0
@@ -125,12 +127,16 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
     levels = [
         _level(tier, tier_settings, settings, geometry, (clock, counters, events))
         for tier_settings in settings.tiers
-        if (tier := _open_tier(tier_settings, geometry, namespace, clock, num_replicas))
+        if (tier := _open_tier(tier_settings, namespace, clock, num_replicas))
     ]
     make_policy = find("policies", settings.policy)
     admission = _admission(settings.admission, settings.admission_options, "host memory")
     max_slots = sum(slots.capacity(c) for c in range(len(geometry.slot_bytes)))
-    return Hierarchy(
+    history = _history(settings, [level.name for level in levels], namespace, clock, num_replicas)
+    if history:
+        counters.note = history.note
+        history.start()
+    hierarchy = Hierarchy(
         lambda on_evict: Pool(
             slots,
             make_policy=make_policy,
@@ -152,6 +158,34 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
         ),
         take_failed_stores=take_failed_stores,
     )
+    if history:
+        hierarchy.on_close.append(history.close)
+    return hierarchy
+
+
+def _history(
+    settings: Settings, levels: list[str], namespace: Namespace, clock: Clock, num_replicas: int
+) -> History | None:
+    """A history of what became of chunks, on the first disk tier, if that is large enough."""
+    for tier in settings.tiers:
+        if tier.type != "disk" or tier.name not in levels or not isinstance(clock, SystemClock):
+            continue
+        own_bytes = held_bytes(tier) if tier.capacity_bytes is None else 0
+        resolved, _ = with_capacity(tier, own_bytes=own_bytes)
+        num_bytes = history_bytes(resolved.capacity_bytes or 0, num_replicas)
+        if not num_bytes:
+            continue
+        file = HistoryFile(
+            str(Path(tier.options["path"]).expanduser()),
+            namespace=namespace,
+            levels=[LEVEL_0, *levels],
+            num_bytes=num_bytes,
+            capacity_bytes=resolved.capacity_bytes or 0,
+            free_space_floor_bytes=int(tier.options.get("free_space_floor", 1 << 30)),
+            clock=clock,
+        )
+        return History(file, clock)
+    return None
 
 
 def _admission(name: str, options: Mapping[str, Any], where: str) -> Admission:
@@ -218,10 +252,10 @@ def _num_threads(settings: TierSettings, geometry: Geometry) -> int:
     return int(settings.options.get("num_threads", _NUM_THREADS_SMALL if small else _NUM_THREADS))
 
 
-def _held_bytes(settings: TierSettings) -> int:
-    """What earlier runs hold on disk, where the bound depends on it; it counts as free."""
+def held_bytes(settings: TierSettings) -> int:
+    """What earlier runs hold on disk, of all namespaces. Cost: one `stat` a file."""
     path = settings.options.get("path")
-    if settings.capacity_bytes is not None or path is None:
+    if path is None:
         return 0
     held = 0
     for folder, _, names in os.walk(Path(path).expanduser() / ROOT_NAME):
@@ -231,40 +265,52 @@ def _held_bytes(settings: TierSettings) -> int:
     return held
 
 
-def _open_tier(
-    settings: TierSettings,
-    geometry: Geometry,
-    namespace: Namespace,
-    clock: Clock,
-    num_replicas: int,
-) -> Tier | None:
-    resolved, note = with_capacity(settings, own_bytes=_held_bytes(settings))
-    if note:
-        _LOG.warning("%s", note)
-    if resolved.capacity_bytes is None:
+def make_tier(
+    settings: TierSettings, *, namespace: Namespace, clock: Clock, num_replicas: int
+) -> Tier:
+    """One tier, open.
+
+    Args:
+        settings: With a capacity: see `with_capacity`.
+        namespace: Whose chunks.
+        clock: Time.
+        num_replicas: Processes of this namespace that share what the tier names.
+
+    Raises:
+        ConfigError: The settings can never work.
+        TierError: It cannot be opened now.
+    """
+    if settings.capacity_bytes is None:
         raise ConfigError(f"tier {settings.name} needs a capacity, such as 1TiB")
-    options = {k: v for k, v in resolved.options.items() if k != "num_threads"}
+    options = {k: v for k, v in settings.options.items() if k != "num_threads"}
     if "path" in options:
         options["path"] = str(Path(options["path"]).expanduser())
     if "free_space_floor" in options:
         options["free_space_floor_bytes"] = options.pop("free_space_floor")
     offered = {
-        "name": resolved.name,
+        "name": settings.name,
         "namespace": namespace,
-        "capacity_bytes": resolved.capacity_bytes,
+        "capacity_bytes": settings.capacity_bytes,
         "clock": clock,
         "num_replicas": num_replicas,
     }
-    what = f"tier {resolved.name} (type {resolved.type})"
+    what = f"tier {settings.name} (type {settings.type})"
+    tier: Tier = _made(find("tiers", settings.type), what, options, offered)
+    return tier
+
+
+def _open_tier(
+    settings: TierSettings,
+    namespace: Namespace,
+    clock: Clock,
+    num_replicas: int,
+) -> Tier | None:
+    own_bytes = held_bytes(settings) if settings.capacity_bytes is None else 0
+    resolved, note = with_capacity(settings, own_bytes=own_bytes)
+    if note:
+        _LOG.warning("%s", note)
     try:
-        tier: Tier = _made(find("tiers", resolved.type), what, options, offered)
+        return make_tier(resolved, namespace=namespace, clock=clock, num_replicas=num_replicas)
     except TierError as error:
         _LOG.error("tier %s is left out: %s", settings.name, error)
         return None
-    _LOG.info(
-        "tier %s holds at most %s, about %d tokens of this model",
-        resolved.name,
-        format_bytes(resolved.capacity_bytes),
-        tokens_that_fit(geometry, resolved.capacity_bytes),
-    )
-    return tier

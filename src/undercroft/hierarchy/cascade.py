@@ -58,6 +58,10 @@ class Cascade:
         """Slots that a tier reads from now."""
         return len(self._by_ticket)
 
+    def num_waiting(self, level: str) -> int:
+        """Offers to that level whose turn has not come."""
+        return len(self._waiting[level])
+
     @property
     def can_go_on(self) -> bool:
         """Whether `submit` would get anything out of the way now."""
@@ -77,6 +81,8 @@ class Cascade:
             room = max(0, self._max_waiting - len(waiting))
             if len(keys) > room:
                 self._counters.declined_chunks[name, "queue_full"] += len(keys) - room
+                for key in keys[room:]:
+                    self._counters.note(name, "declined", "queue_full", key)
             waiting.extend((key, 0) for key in keys[:room])
 
     def submit(self) -> None:
@@ -95,6 +101,7 @@ class Cascade:
         slot, slots = self._pool.find(key), self._pool.slots
         if slot < 0:
             self._counters.declined_chunks[level.name, "evicted_before_its_turn"] += 1
+            self._counters.note(level.name, "declined", "evicted_before_its_turn", key)
             return
         if slots.states[slot] < SlotState.READY:
             return  # voided and stored anew: its store offers it again

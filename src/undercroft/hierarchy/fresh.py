@@ -10,7 +10,7 @@ room is needed, ended requests' chunks are listed first, then those of other run
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from undercroft.hierarchy.pool import Pool
@@ -141,6 +141,16 @@ class Fresh:
         del entry.used[-num_chunks:]
         pool.touch(keys)
         return len(keys)
+
+    def discard(self, slots: Collection[int]) -> None:
+        """The chunks in `slots` are gone: list them no more. O(unlisted chunks); rare."""
+        for entry in (*self._entries.values(), *self._ended):
+            left = [i for i, slot in enumerate(entry.slots) if slot not in slots]
+            if len(left) < len(entry.slots):
+                entry.stored = [entry.stored[i] for i in left]
+                entry.slots = [entry.slots[i] for i in left]
+        self._num_ended = sum(map(len, self._ended))
+        self._ended = deque(entry for entry in self._ended if entry)
 
     def make_room(self, request_id: str, num_chunks: int = MAX_LISTED_AT_ONCE) -> bool:
         """Make some `num_chunks` of other requests evictable; False: there is none left.

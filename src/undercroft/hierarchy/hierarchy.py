@@ -11,12 +11,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from undercroft.clock import Clock
-from undercroft.errors import Bug
+from undercroft.hierarchy.ahead import Ahead
 from undercroft.hierarchy.cascade import Cascade
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
 from undercroft.hierarchy.fresh import Fresh
 from undercroft.hierarchy.level import Level
+from undercroft.hierarchy.loads import Loads
 from undercroft.hierarchy.outcome import Op
 from undercroft.hierarchy.pool import Pool
 from undercroft.hierarchy.request import Answer, Lookup, Request
@@ -89,19 +90,20 @@ class Hierarchy:
         self._states = self.pool.slots.states
         self._buffer = buffer
         self._clock = clock
+        self.on_close: list[Callable[[], None]] = []
+        """Called once, last thing when this closes."""
         self._log = SparingLog(_LOG, clock)
         self._limits = limits
         self._step = 0
         self._polled_step = -1
         self._noticed_step = -1
         self._is_outdated = False
-        self._num_loading = 0
         self._hitters: dict[str, Request] = {}
         self._holders: dict[str, Request] = {}
-        self._loaders: dict[str, Request] = {}
         self._draining_until: list[tuple[int, list[int]]] = []
         self._num_ended_steps = 0
         self.fresh = Fresh(self.pool)
+        self.loads = Loads(self.pool, self.fresh, counters=counters, events=events)
         self.stores = Stores(
             self.pool, self.fresh, counters=counters, take_failed=take_failed_stores
         )
@@ -118,6 +120,7 @@ class Hierarchy:
             on_arrival=lambda key: self.events.add(LEVEL_0, key, removed=False),
             counters=counters,
         )
+        self.ahead = Ahead(self.pool, self.restores)
         self.cascade = Cascade(
             self.pool,
             self.levels,
@@ -133,13 +136,11 @@ class Hierarchy:
         return self._buffer[start : start + self.pool.slots.size(slot)]
 
     def _num_busy_slots(self) -> int:
-        return self._num_loading + len(self.stores) + self.cascade.num_pinned
+        return len(self.loads) + len(self.stores) + self.cascade.num_pinned
 
     def _on_evict(self, keys: Sequence[ChunkKey]) -> None:
         self.counters.evicted_chunks[LEVEL_0] += len(keys)
-        if self.events.enabled:
-            for key in keys:
-                self.events.add(LEVEL_0, key, removed=True)
+        self.events.add_all(LEVEL_0, keys, removed=True)
 
     # --- lookups ------------------------------------------------------------------------------
 
@@ -184,6 +185,8 @@ class Hierarchy:
 
     def _miss(self, key: ChunkKey, request: Request, walk_id: object, reason: str) -> Lookup:
         self.counters.lookup_misses[reason] += 1
+        if reason != "absent":
+            self.counters.note(LEVEL_0, "missed", reason, key)
         request.walk(walk_id).note(key, Answer.MISS)
         return Lookup.MISS
 
@@ -257,19 +260,9 @@ class Hierarchy:
         Raises:
             Bug: A key is not readable. Loading anything else in its place would be wrong bytes.
         """
-        shards, states = self._shards, self._states
-        slots = [shards[hash(key) >> SHARD_SHIFT].get(key, -1) for key in keys]
-        for key, slot in zip(keys, slots, strict=True):
-            if slot < 0 or states[slot] < _READY:
-                raise Bug(f"request {request.id}: asked to load {key.hex()}, which was not a hit")
-        self.pool.slots.pin_all(slots)
-        request.loading.update(zip(keys, slots, strict=True))
-        request.loaded = dict.fromkeys(request.in_order(keys))
+        slots = self.loads.prepare(keys, request)
         if self.levels:
             request.chain.extend(keys)
-        if request.loading:
-            self._loaders[request.id] = request
-        self._num_loading += len(slots)
         self.restores.leave(request)
         request.deadline_s = None
         self._let_go(request)
@@ -277,22 +270,7 @@ class Hierarchy:
 
     def complete_load(self, keys: Iterable[ChunkKey], request: Request) -> None:
         """The engine has the bytes of `keys`."""
-        loaded: list[int] = []
-        take = request.loading.pop
-        for key in keys:
-            slot = take(key, None)
-            if slot is not None:
-                loaded.append(slot)
-        self.counters.loaded_bytes += self.pool.slots.bytes_of(loaded)
-        self._num_loading -= len(loaded)
-        self.counters.loaded_chunks += len(loaded)
-        if not request.finished:
-            self.fresh.keep(request, loaded, self._step)
-        else:
-            for slot in loaded:
-                self.pool.unpin(slot)
-        if not request.loading:
-            self._loaders.pop(request.id, None)
+        if self.loads.complete(keys, request, self._step):
             self._touch_if_over(request)
 
     # --- stores -------------------------------------------------------------------------------
@@ -315,9 +293,7 @@ class Hierarchy:
         key_set = keys if isinstance(keys, AbstractSet) else set(keys)
         ready, slots = self.stores.complete(key_set, request, success=success)
         self.fresh.add(request, ready, slots, self._step)
-        if self.events.enabled:
-            for key in ready:
-                self.events.add(LEVEL_0, key, removed=False)
+        self.events.add_all(LEVEL_0, ready, removed=False)
         self.cascade.add(ready)
         if any(level.is_choosy for level in self.levels):
             request.offered_below.update(ready)
@@ -372,9 +348,10 @@ class Hierarchy:
         self.fresh.settle_idle(self._step)
         self.fresh.advance_step()
         self.restores.refresh()
-        self.restores.admit(self._step, now_s)
+        self.ahead.admit(self._step, now_s)
         self.touches.submit()
         self.cascade.submit()
+        self.events.tell_found()
         for request in list(self._holders.values()):
             kept = request.queued and request.deadline_s is not None and now_s < request.deadline_s
             if not kept:
@@ -423,6 +400,7 @@ class Hierarchy:
             self._draining_until
             or self.touches
             or self.fresh.is_listing
+            or self.events.has_more
             or self.cascade.can_go_on
             or any(level.transfers.has_news for level in self.levels)
         )
@@ -439,6 +417,7 @@ class Hierarchy:
         """
         self.counters.resets += 1
         self._forget_all(raise_epoch=True)
+        self.events.hurry()
         self._quarantine_worker_slots()
         deadline_s = self._clock.now_s() + self._limits.drain_deadline_s
         in_time = True
@@ -467,11 +446,7 @@ class Hierarchy:
         nobody touches the slots any more.
         """
         held = self.stores.forget_all()
-        for request in self._loaders.values():
-            held.extend(request.loading.values())
-            request.loading.clear()
-        self._loaders.clear()
-        self._num_loading = 0
+        held.extend(self.loads.forget_all())
         if held:
             self._draining_until.append((self._step + 1, held))
 
@@ -482,6 +457,8 @@ class Hierarchy:
         for level in self.levels:
             level.close(deadline_s)
         self.poll()
+        while self.on_close:
+            self.on_close.pop()()
 
     def _flush(self, deadline_s: float) -> None:
         """Give chunks that are not yet copied down a last chance."""

@@ -12,6 +12,7 @@ from undercroft.admission.base import Admission
 from undercroft.clock import Clock
 from undercroft.errors import ConfigError, CorruptChunk, KvError, TierClosed, TierFull
 from undercroft.hierarchy.alarm import Alarm
+from undercroft.hierarchy.breaker import BreakerState
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
 from undercroft.hierarchy.follow import Follower
@@ -90,6 +91,7 @@ class Level:
         self._events = events
         self._write_deadline_s = write_deadline_s
         self._alarm = Alarm(tier.name, clock)
+        self._was_up = True
         self._policies = [make_policy(self._capacity_chunks(n)) for n in self._slot_bytes]
         self._ahead = [
             max(1, min(32, self._capacity_chunks(n) // 64)) if self._bounded else 0
@@ -119,6 +121,7 @@ class Level:
             size_class = classes.get(num_bytes)
             if size_class is not None and key not in self._policies[size_class]:
                 self._policies[size_class].on_insert(key)
+                self._events.find(self.name, key)
 
     @property
     def usable(self) -> bool:
@@ -161,22 +164,22 @@ class Level:
         """Start writing `key`; returns the ticket, or None if it is not written (counted)."""
         size_class = self._class_of(key)
         if not self.usable:
-            self._decline("unavailable")
+            self._decline("unavailable", key)
             return None
         if key in self._writing:
             if self._writing[key][1] != self._generation:
-                self._decline("before_reset")
+                self._decline("before_reset", key)
             return None
         if self._indexed.has(key):
             return None
         if not self._admission.admit(key, len(data)):
-            self._decline("not_admitted")
+            self._decline("not_admitted", key)
             return None
         self.make_room(size_class, 1)
         deadline_s = self._clock.now_s() + self._write_deadline_s
         ticket = self.transfers.write(key, data, deadline_s, self._epoch_seen)
         if ticket is None:
-            self._decline("backpressure")
+            self._decline("backpressure", key)
             return None
         self._writing[key] = (size_class, self._generation)
         self._num_writing[size_class] += 1
@@ -184,8 +187,9 @@ class Level:
             self._free[size_class] -= 1
         return ticket
 
-    def _decline(self, reason: str) -> None:
+    def _decline(self, reason: str, key: ChunkKey) -> None:
         self._counters.declined_chunks[self.name, reason] += 1
+        self._counters.note(self.name, "declined", reason, key)
 
     def make_room(self, size_class: int, num_chunks: int) -> None:
         """Delete the coldest chunks, so that `num_chunks` and a little more fit."""
@@ -199,6 +203,7 @@ class Level:
             self._num_deleting[size_class] += 1
             self._free[size_class] += 1
             self._counters.evicted_chunks[self.name] += 1
+            self._counters.note(self.name, "evicted", "capacity", key)
             self._events.add(self.name, key, removed=True)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
@@ -222,12 +227,21 @@ class Level:
             self._policies[size_class].on_drop(key)
             self._events.add(self.name, key, removed=True)
         self._alarm.see(error, self.transfers.breaker.state)
+        self._note_state(error)
         if error is not None:
             self._counters.dropped_chunks[self.name, drop_reason(error)] += 1
+            self._counters.note(self.name, "dropped", drop_reason(error), key)
             self._tell(done.op, error)
             if isinstance(error, TierFull):
                 self._free[size_class] = 0  # whatever it said before
                 self.make_room(size_class, 1)
+
+    def _note_state(self, error: KvError | None) -> None:
+        is_up = self.transfers.breaker.state is BreakerState.CLOSED
+        if is_up != self._was_up:
+            self._was_up = is_up
+            reason = drop_reason(error) if error is not None else "other"
+            self._counters.note(self.name, "up" if is_up else "down", reason)
 
     def _is_gone(self, done: Done) -> bool:
         """A read found nothing good, and the tier no longer says that there is something.
@@ -257,13 +271,14 @@ class Level:
             self._keep_evictable(key)
             return
         if not done.outcome.num_bytes:
-            self._decline("before_reset")
+            self._decline("before_reset", key)
             return
         policy = self._policies[size_class]
         if key not in policy:
             policy.on_insert(key)
         self._counters.cascaded_chunks[self.name] += 1
         self._counters.cascaded_bytes[self.name] += done.outcome.num_bytes
+        self._counters.cascade_seconds.see(done.outcome.seconds, self.name)
         self._events.add(self.name, key, removed=False)
 
     def released(self, ticket: int) -> None:
@@ -294,6 +309,7 @@ class Level:
         waits for that.
         """
         self._generation += 1
+        self._counters.note(self.name, "reset", "other")
         before = self._epoch_seen
         if self._epochal is not None:
             self._epoch_seen = self._epochal.epoch()

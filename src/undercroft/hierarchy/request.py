@@ -100,6 +100,7 @@ class Request:
         "position_of",
         "promoted",
         "queued",
+        "queued_s",
         "step",
         "walk_id",
         "walks",
@@ -138,6 +139,8 @@ class Request:
         self.offered_below: set[ChunkKey] = set()
         """Keys whose one offer to choosy lower levels this request has made."""
         self.queued = False
+        self.queued_s = 0.0
+        """When it began to wait for lower levels, if it is queued."""
         self.finished = False
 
     def begin_step(self, step: int) -> None:

@@ -99,6 +99,11 @@ class Restores:
         """Requests whose restore is not finished."""
         return len(self._queue)
 
+    @property
+    def has_levels(self) -> bool:
+        """Whether there is any lower level that may be asked."""
+        return bool(self._usable)
+
     def level_with(self, key: ChunkKey) -> Level | None:
         """The nearest usable lower level that has `key`."""
         for level in self._usable:
@@ -124,6 +129,7 @@ class Restores:
         """Note that `request` found chunks below in this step."""
         if not request.queued:
             request.queued = True
+            request.queued_s = now_s
             self._queue[request.id] = request
             if request.deadline_s is None:
                 request.deadline_s = now_s + self.deadline_s
@@ -154,6 +160,13 @@ class Restores:
                 return
             else:
                 self._trim(request, now_s)
+
+    def read_ahead(self, scout: Request, now_s: float) -> None:
+        """Read what `scout` noted, whole or not at all, for nobody in particular yet."""
+        wanted = self._wanted(scout)
+        twice = {size_class: 2 * count for size_class, count in self._by_class(wanted).items()}
+        if wanted and self._fits(twice):
+            self._start(scout, wanted, now_s)
 
     def _wanted(self, request: Request) -> list[ChunkKey]:
         """Keys to read so that the walks of this step end in hits; empty if they cannot."""
@@ -335,6 +348,7 @@ class Restores:
             self._on_arrival(key)
             self._counters.promoted_chunks[level.name] += 1
             self._counters.promoted_bytes[level.name] += outcome.num_bytes
+            self._counters.promote_seconds.see(outcome.seconds, level.name)
             for request in promotion.waiting:
                 if request.queued:
                     request.promoted[key] = level.name
@@ -342,6 +356,7 @@ class Restores:
             return
         if outcome.error is None:
             self._counters.dropped_chunks[level.name, "vanished"] += 1
+            self._counters.note(level.name, "dropped", "vanished", key)
         for request in promotion.waiting:
             request.denied.add(key)
         self._pool.abandon(key, slot, buffer_free=done.buffer_free)

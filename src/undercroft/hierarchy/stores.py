@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from undercroft.hierarchy.counters import Counters
-from undercroft.hierarchy.fresh import Fresh
+from undercroft.hierarchy.fresh import MAX_LISTED_AT_ONCE, Fresh
 from undercroft.hierarchy.pool import Pool
 from undercroft.hierarchy.request import Request
 from undercroft.hierarchy.slots import SlotState
@@ -20,9 +20,9 @@ LEVEL_0 = "host"
 
 _STORE_ID_BITS = 40
 _DRAINING = int(SlotState.DRAINING)
-_SEARCHES = (2, 16, 128, 1024)
-"""How many times what lacks is made evictable, in turn, until it suffices: others may still use
-most of what a request lets go of."""
+_SEARCHES = (1, 4)
+"""How much is made evictable, in turn, until it suffices, in `MAX_LISTED_AT_ONCE` or twice what
+lacks: others may still use most of what a request lets go of. Bounded, as the call is."""
 
 
 def failed_chunk(store_id: int, chunk_index: int) -> int:
@@ -90,7 +90,8 @@ class Stores:
         offered = [key for key in self._pool.absent(keys) if key not in by_key]
         absent = self._pool.admitted(keys, offered)
         if len(absent) < len(offered):
-            self._decline("not_admitted", len(offered) - len(absent))
+            admitted = set(absent)
+            self._decline("not_admitted", [key for key in offered if key not in admitted])
         if not absent:
             return StorePlan([], [], 0)
         position_of = request.position_of
@@ -100,11 +101,12 @@ class Stores:
         slots = self._pool.allocate(in_order, keep=request.loaded)
         for times_more in _SEARCHES:
             num_lacking = len(in_order) - len(slots)
-            if not (num_lacking and self._fresh.make_room(request.id, times_more * num_lacking)):
+            num_wanted = times_more * max(MAX_LISTED_AT_ONCE, 2 * num_lacking)
+            if not (num_lacking and self._fresh.make_room(request.id, num_wanted)):
                 break
             slots += self._pool.allocate(in_order[len(slots) :], keep=request.loaded)
         if len(slots) < len(in_order):
-            self._decline("full", len(in_order) - len(slots))
+            self._decline("full", in_order[len(slots) :])
             in_order = in_order[: len(slots)]
             absent = [key for key in absent if find(key) >= 0]
         if not slots:
@@ -121,8 +123,10 @@ class Stores:
         request.num_storing += len(slots)
         return StorePlan(keys, [slots[key] for key in keys], store_id)
 
-    def _decline(self, reason: str, count: int) -> None:
-        self._counters.declined_chunks[LEVEL_0, reason] += count
+    def _decline(self, reason: str, keys: Sequence[ChunkKey]) -> None:
+        self._counters.declined_chunks[LEVEL_0, reason] += len(keys)
+        for key in keys:
+            self._counters.note(LEVEL_0, "declined", reason, key)
 
     def complete(
         self, keys: AbstractSet[ChunkKey], request: Request, *, success: bool
@@ -148,6 +152,7 @@ class Stores:
                 elif failed and key in failed:
                     self._pool.abandon(key, slot, buffer_free=True)
                     self._counters.dropped_chunks[LEVEL_0, "copy_failed"] += 1
+                    self._counters.note(LEVEL_0, "dropped", "copy_failed", key)
                 else:
                     ready.append(key)
                     ready_slots.append(slot)

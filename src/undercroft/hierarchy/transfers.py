@@ -139,6 +139,7 @@ class Transfers:
         self._done: deque[Done] = deque()
         self._released: list[int] = []
         self._next_ticket = 1
+        self.num_threads = num_threads
         self._num_running = 0
         self._hope_ends_s = float("-inf")
         self._s_per_byte: dict[Op, float] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from undercroft.settings.model import Settings, build
 from undercroft.settings.schema import ENGINE_KEYS
 from undercroft.settings.stock import Written, translate
 
-__all__ = ["ENVIRONMENT_PREFIX", "FILE_VARIABLE", "assignments", "load"]
+__all__ = ["ENVIRONMENT_PREFIX", "FILE_VARIABLE", "Merged", "assignments", "load", "merge"]
 
 ENVIRONMENT_PREFIX = "UNDERCROFT_"
 FILE_VARIABLE = "UNDERCROFT_CONFIG"
@@ -27,6 +28,23 @@ _KUBERNETES = re.compile(r"UNDERCROFT_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
 """What Kubernetes adds to every container beside a service called `undercroft`."""
 _TESTS = ENVIRONMENT_PREFIX + "TEST_"
 """Variables of our own test suite, such as the seed of a run that is to be replayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What all places say together, before it is judged as a whole.
+
+    Args:
+        values: Our keys that were written, as written.
+        origins: Where each was written.
+        engine: Keys the engine reads itself, parsed.
+        notes: What the translation of stock's keys had to say.
+    """
+
+    values: Mapping[str, Any]
+    origins: Mapping[str, str]
+    engine: Mapping[str, Any]
+    notes: tuple[str, ...]
 
 
 def load(
@@ -51,6 +69,22 @@ def load(
 
     Cost: reads `file` once.
     """
+    merged = merge(extra_config, environ=environ, file=file, cli=cli)
+    return build(merged.values, merged.origins, merged.engine, merged.notes)
+
+
+def merge(
+    extra_config: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+    cli: Sequence[str] = (),
+) -> Merged:
+    """What the four places say, the strongest of them for each key; see `load`.
+
+    Raises:
+        ConfigError: A key is unknown, or the file cannot be read. Most values are judged later.
+    """
     environ = environ or {}
     if file is None and environ.get(FILE_VARIABLE):
         file = Path(environ[FILE_VARIABLE])
@@ -72,7 +106,7 @@ def load(
         origins.update(dict.fromkeys(written.values, where))
         engine.update(written.engine)
         notes.extend(written.notes)
-    return build(values, origins, engine, tuple(notes))
+    return Merged(values, origins, engine, tuple(notes))
 
 
 def assignments(words: Sequence[str]) -> dict[str, str]:

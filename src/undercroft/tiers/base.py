@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from undercroft.keys import ChunkKey
 
-__all__ = ["Bounded", "Epochal", "Following", "Indexed", "Tier"]
+__all__ = ["Bounded", "Described", "Epochal", "Following", "Indexed", "Tier"]
 
 
 @runtime_checkable
@@ -142,4 +142,13 @@ class Following(Protocol):
 
         Scheduler thread; no I/O; cheap when there are none.
         """
+        ...
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A tier that can say how it reaches its medium."""
+
+    def describe(self) -> str:
+        """A few words for the log line at start. No I/O."""
         ...

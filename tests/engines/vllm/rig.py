@@ -50,6 +50,7 @@ class Job:
     version: int
     num_hit_tokens: int | None = None
     num_asked: int = 0
+    num_failed: int = 0
     loading: bool = False
     started: bool = False
     resumed: bool = False
@@ -70,6 +71,7 @@ class Rig:
         version: int = 0,
         events: bool = False,
         layout: str = "LBHNC",
+        connector: Any = None,
         **changes: Any,
     ) -> None:
         init_none_hash(sha256)
@@ -88,7 +90,7 @@ class Rig:
             if group.kept
             for i in range(group.num_layers)
         }
-        make = _connector.OffloadingConnector
+        make = connector or _connector.OffloadingConnector
         self.on_worker = make(self.config, KVConnectorRole.WORKER, self.cache)
         self.on_scheduler: Any = None
         try:
@@ -127,7 +129,9 @@ class Rig:
         """Below the manager."""
         return self.manager.hierarchy
 
-    def submit(self, tokens: Any, *, num_decode: int = 0, **params: Any) -> Job:
+    def submit(
+        self, tokens: Any, *, num_decode: int = 0, adapter: Any = None, **params: Any
+    ) -> Job:
         """Queue a prompt; `params` become its `kv_transfer_params`."""
         self._count += 1
         sampling = SamplingParams(max_tokens=max(1, num_decode))
@@ -138,6 +142,7 @@ class Rig:
             list(tokens),
             sampling,
             None,
+            lora_request=adapter,
             block_hasher=self.hasher,
         )
         job = Job(request, [[] for _ in self.groups], self.version)
@@ -196,15 +201,20 @@ class Rig:
         for job in self.running:
             self._compute(job, output.num_scheduled_tokens.get(job.request.request_id, 0))
         worker.wait_for_save()
-        _, received = worker.get_finished(output.finished_req_ids)
+        results = worker.get_transfer_results(output.finished_req_ids)
         acks = worker.build_connector_worker_meta()
         worker.clear_connector_metadata()
         self._acks.append(
-            KVConnectorOutput(finished_recving=received, kv_connector_worker_meta=acks)
+            KVConnectorOutput(
+                finished_recving=results.finished_recving,
+                failed_recving=results.failed_recving,
+                kv_connector_worker_meta=acks,
+            )
         )
         for held in [] if self.hold_acks else self._take_acks():
             self.on_scheduler.update_connector_output(held)
-            self._loaded(held.finished_recving)
+            self._fail(held.failed_recving)
+            self._loaded(held.finished_recving - held.failed_recving)
         stats = self.on_scheduler.get_kv_connector_stats()
         if stats is not None:
             self.stats.append(stats)
@@ -269,6 +279,18 @@ class Rig:
                 job.loading = False
                 self._check(job)
         for request_id in received - {job.request.request_id for job in self.waiting}:
+            self._drop_blocks(self._orphans.pop(request_id))
+
+    def _fail(self, failed: Any) -> None:
+        """What vLLM does with `kv_load_failure_policy: recompute`: from the start, blocks anew."""
+        for job in self.waiting:
+            if job.loading and job.request.request_id in failed:
+                self._drop_blocks(job)
+                job.blocks = [[] for _ in self.groups]
+                job.loading, job.num_hit_tokens, job.num_done = False, None, 0
+                job.num_failed += 1
+                job.request.status, job.request.num_computed_tokens = RequestStatus.WAITING, 0
+        for request_id in failed & self._orphans.keys():
             self._drop_blocks(self._orphans.pop(request_id))
 
     def _take(self, count: int) -> list[KVCacheBlock]:

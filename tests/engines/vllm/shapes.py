@@ -88,6 +88,7 @@ def engine_config(extra: Any, engine_id: str = "rig", **changes: Any) -> Any:
             dtype=torch.float32,
             use_mla=False,
             get_total_num_kv_heads=lambda: 1,
+            hf_text_config=SimpleNamespace(to_dict=dict),
         ),
         speculative_config=None,
         use_v2_model_runner=False,

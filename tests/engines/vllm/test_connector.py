@@ -263,7 +263,7 @@ def test_load_failure_of_the_worker_is_never_silent():
     """A load that cannot be copied stops the worker: the engine must not compute on its blocks."""
     with running(SMALL) as rig:
         rig.run(prompt(1, 64))
-        worker = rig.on_worker.connector_worker.worker
+        worker = rig.on_worker.connector_worker.worker._worker
         worker._load_with = lambda *args: iter([1 / 0])
         rig.submit(prompt(1, 64))
         with pytest.raises(KvError, match="could not be copied"):
@@ -273,7 +273,7 @@ def test_load_failure_of_the_worker_is_never_silent():
 def test_a_store_that_fails_in_the_worker_is_a_miss():
     """The engine hears that the store is done; nobody ever hits its chunks."""
     with running(SMALL) as rig:
-        worker = rig.on_worker.connector_worker.worker
+        worker = rig.on_worker.connector_worker.worker._worker
         good = worker._store_steps
         worker._store_steps = lambda *args: iter([1 / 0])
         rig.run(prompt(1, 160))

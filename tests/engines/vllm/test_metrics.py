@@ -11,12 +11,28 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
+)
 
-from undercroft.engines.vllm.metrics import metric_definitions
+from undercroft import errors
+from undercroft.engines.vllm.metrics import (
+    DECLINE_REASONS,
+    DROP_REASONS,
+    MISS_REASONS,
+    metric_definitions,
+)
 from undercroft.hierarchy.counters import Counters
+from undercroft.hierarchy.level import drop_reason
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
+KINDS = {
+    OffloadingCounterMetadata: "counter",
+    OffloadingGaugeMetadata: "gauge",
+    OffloadingHistogramMetadata: "histogram",
+}
 TEN_CHUNKS = {"host": "80KiB", "max_queued_write_bytes": "1MiB"}
 
 
@@ -98,6 +114,15 @@ def test_a_life_of_metrics_through_prometheus(prometheus, tmp_path):
         assert read("vllm:undercroft_capacity_bytes", level="nvme:0") == 64 << 20
         assert 0 < read("vllm:undercroft_resident_bytes", level="nvme:0") <= 64 << 20
         assert read("vllm:undercroft_is_on") == 1
+        assert read(total("hit_chunks"), level="host") == counters.hit_chunks["host"] > 0
+        assert read(total("hit_tokens"), level="host") == counters.hit_tokens["host"] > 0
+        assert read(total("saved_prefill_seconds"), level="host") > 0
+        assert 0 < read("vllm:undercroft_prefill_seconds_per_token") < 1
+        assert read("vllm:undercroft_store_seconds_count") > 0
+        assert read("vllm:undercroft_load_seconds_sum") > 0
+        assert read("vllm:undercroft_promote_seconds_count", level="nvme:0") > 0
+        assert read("vllm:undercroft_cascade_seconds_count", level="nvme:0") > 0
+        assert read("vllm:undercroft_max_queued_write_bytes", level="nvme:0") == 1 << 20
 
 
 def test_residency_is_not_pins(prometheus):
@@ -157,20 +182,20 @@ def test_definitions_depend_on_nothing():
         assert UndercroftSpec.build_metric_definitions(extra) == metric_definitions()
     for name, metadata in metric_definitions().items():
         assert re.fullmatch(r"vllm:undercroft_[a-z_]+", name)
-        assert isinstance(metadata, OffloadingCounterMetadata | OffloadingGaugeMetadata)
+        assert type(metadata) in KINDS
         assert metadata.documentation.endswith(".")
 
 
 def test_the_reference_lists_every_metric_and_no_other():
     """docs/reference/metrics.md: name, kind and labels of each, as declared."""
-    row = re.compile(r"^\| `([a-z_]+)` \| (counter|gauge) \| ([^|]*)\|", re.MULTILINE)
+    row = re.compile(r"^\| `([a-z_]+)` \| (counter|gauge|histogram) \| ([^|]*)\|", re.MULTILINE)
     rows = row.findall(PAGE.read_text())
     documented = {
         name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows
     }
     declared = {
         name.removeprefix("vllm:undercroft_"): (
-            "counter" if isinstance(metadata, OffloadingCounterMetadata) else "gauge",
+            KINDS[type(metadata)],
             metadata.labelnames,
         )
         for name, metadata in metric_definitions().items()
@@ -178,18 +203,52 @@ def test_the_reference_lists_every_metric_and_no_other():
     assert documented == declared
 
 
-def test_the_reference_lists_every_reason():
-    """Reasons are label values: a word that the page does not explain helps nobody."""
+def reasons_in_the_source():
     source = Path(__file__).parents[3] / "src" / "undercroft"
-    text = "".join(path.read_text() for path in (source / "hierarchy").glob("*.py"))
-    found = set(re.findall(r'_miss\([^)]*"(\w+)"\)', text))
-    found |= set(re.findall(r'lookup_misses\["(\w+)"\]', text))
-    found |= set(re.findall(r'_decline\("(\w+)"', text))
-    found |= set(re.findall(r'declined_chunks\[[^\]]*"(\w+)"\]', text))
-    found |= set(re.findall(r'dropped_chunks\[[^\]]*"(\w+)"\]', text))
-    assert {"absent", "full", "backpressure", "copy_failed", "vanished"} <= found
+    folders = (source / "hierarchy", source / "engines" / "vllm")
+    text = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
+    misses = set(re.findall(r'_miss\([^)]*"(\w+)"\)', text))
+    misses |= set(re.findall(r'lookup_misses\["(\w+)"\]', text))
+    declined = set(re.findall(r'_decline\("(\w+)"', text))
+    declined |= set(re.findall(r'declined(?:_chunks)?\[[^\]]*"(\w+)"\]', text))
+    dropped = set(re.findall(r'dropped_chunks\[[^\]]*"(\w+)"\]', text))
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, errors.TierError | errors.CorruptChunk):
+            dropped.add(drop_reason(kind("x")))
+    return misses, declined, dropped | {drop_reason(errors.FormatTooNew("x"))}
+
+
+def test_the_label_values_are_bounded_and_known():
+    """All reasons that the code can give are declared, start at zero, and are on the page."""
+    misses, declined, dropped = reasons_in_the_source()
+    assert misses == set(MISS_REASONS)
+    assert declined == {reason for part in DECLINE_REASONS.values() for reason in part}
+    assert dropped - {"error"} == {reason for part in DROP_REASONS.values() for reason in part}
     page = PAGE.read_text()
-    assert not {reason for reason in found if f"`{reason}`" not in page}
+    assert not {r for r in misses | declined | dropped - {"error"} if f"| `{r}` |" not in page}
+
+
+def test_a_counter_is_there_before_it_counts(prometheus, tmp_path):
+    """A rate misses the first event of a series that begins with it: all begin at 0."""
+    made, read = prometheus
+    with running({**TEN_CHUNKS, **disk(tmp_path, name="nvme")}) as rig:
+        rig.step()
+        observe_all(made, rig)
+        total = "vllm:undercroft_{}_total".format
+        for reason in MISS_REASONS:
+            assert read(total("lookup_misses"), reason=reason) == 0
+        for reason in DROP_REASONS["below"]:
+            assert read(total("dropped_chunks"), level="nvme", reason=reason) == 0
+        for reason in DECLINE_REASONS["host"]:
+            assert read(total("declined_chunks"), level="host", reason=reason) == 0
+        for name in ("hit_tokens", "saved_prefill_seconds", "evicted_chunks"):
+            assert read(total(name), level="nvme") == read(total(name), level="host") == 0
+        for name in ("promoted_chunks", "cascaded_bytes", "breaker_openings", "tier_bugs"):
+            assert read(total(name), level="nvme") == 0
+        assert read("vllm:undercroft_promote_seconds_count", level="nvme") == 0
+        for name in ("store_seconds", "load_seconds", "restore_wait_seconds"):
+            assert read(f"vllm:undercroft_{name}_count") == 0
+            assert read(f"vllm:undercroft_{name}_bucket", le="0.001") == 0
 
 
 # --- events -----------------------------------------------------------------------------------

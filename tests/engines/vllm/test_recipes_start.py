@@ -38,7 +38,7 @@ def _stock_folder(path, **changes):
 
 def _our_folder(path, **changes):
     with ours(path, 16, **changes) as m:
-        return m.hierarchy.levels[0].tier._namespace.id
+        return m.hierarchy.levels[0].tier.namespace.id
 
 
 def test_b04_another_kv_layout_is_another_folder(tmp_path):

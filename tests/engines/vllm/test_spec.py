@@ -40,7 +40,7 @@ def config_of(extra, groups=ONE_GROUP, **changes):
 
 
 def namespace_of(rig):
-    return rig.hierarchy.levels[0].tier._namespace
+    return rig.hierarchy.levels[0].tier.namespace
 
 
 # --- a drop-in for stock ----------------------------------------------------------------------
@@ -180,10 +180,26 @@ def test_the_size_of_a_chunk_and_how_many_fit(host, num_slots):
 def test_tokens_that_fit_are_said_at_the_start(caplog):
     """One line a start: how many tokens host memory holds, all groups counted."""
     with caplog.at_level(logging.INFO), running({"host": "1MiB"}):
-        assert "host memory holds 1 MiB, about 2048 tokens" in caplog.text
+        assert "host 1 MiB, about 2048 tokens of this model, lru" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO), running({"host": "1MiB"}, groups=(Group(), Group())):
         assert "about 1024 tokens" in caplog.text
+
+
+def test_one_line_at_the_start_says_what_was_decided(caplog, tmp_path):
+    """Levels, sizes, what fits, policy, threads, how the disk is reached, and the key space."""
+    tier = {"type": "disk", "path": str(tmp_path), "capacity": "64MiB", "name": "nvme"}
+    tier |= {"num_threads": 3, "policy": "arc"}
+    with caplog.at_level(logging.INFO), running({"host": "1MiB", "tiers": [tier]}):
+        ours = [r for r in caplog.records if r.name.startswith("undercroft") and r.levelno == 20]
+    (line,) = [record.getMessage() for record in ours]
+    for part in (
+        "ready: key space ",
+        "host 1 MiB, about 2048 tokens of this model, lru; ",
+        f"nvme (disk at {tmp_path}) 64 MiB, about 131072 tokens of this model, arc, 3 threads, ",
+    ):
+        assert part in line
+    assert line.endswith(("O_DIRECT", "through the page cache"))
 
 
 NAMESPACE = {

@@ -33,8 +33,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.request import RequestStatus
 
+from undercroft.engines.vllm.device_worker import DeviceWorker
+from undercroft.engines.vllm.slot_worker import Reports
 from undercroft.engines.vllm.transfer_spec import SlotSpec
 from undercroft.engines.vllm.worker import CpuWorker, chunk_payload_bytes
+from undercroft.testing.fake_device import FakeDevice, StepClock
 
 TOKENS_PER_BLOCK = 16
 NUM_SLOTS = 64
@@ -280,8 +283,25 @@ def test_every_loaded_block_gets_the_page_the_scheduler_meant(
         rig.worker.shutdown()
 
 
+def _on_cpu(kv: Any, region: Any, failed: Any) -> Any:
+    return CpuWorker(kv, region=region, blocks_per_chunk=2, report_failed=failed)
+
+
+def _on_device(kv: Any, region: Any, failed: Any) -> Any:
+    device = FakeDevice(5, max_steps=20)
+    return DeviceWorker(
+        kv,
+        region=region,
+        blocks_per_chunk=2,
+        device=device,
+        reports=Reports(failed),
+        clock=StepClock(device),
+    )
+
+
 @pytest.mark.parametrize("waits", [True, False])
-def test_it_serves_the_engines_own_connector_worker(waits: bool) -> None:
+@pytest.mark.parametrize("make", [_on_cpu, _on_device])
+def test_it_serves_the_engines_own_connector_worker(make: Any, waits: bool) -> None:
     """Deferred store, flush, load, completion: as the engine's worker object drives them."""
     caches = kv_caches("padded")
     region = np.zeros(1 << 20, np.uint8)
@@ -289,9 +309,7 @@ def test_it_serves_the_engines_own_connector_worker(waits: bool) -> None:
     spec = SimpleNamespace(
         replicated_layout=False,
         config=SimpleNamespace(canonical_layout=False, parallel=SimpleNamespace(rank=0)),
-        get_worker=lambda kv: CpuWorker(
-            kv, region=region, blocks_per_chunk=2, report_failed=failed.append
-        ),
+        get_worker=lambda kv: make(kv, region, failed.append),
     )
     connector = OffloadingConnectorWorker(spec, SimpleNamespace(), SimpleNamespace())
     connector._init_worker(caches)

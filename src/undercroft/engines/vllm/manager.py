@@ -31,11 +31,14 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from undercroft.clock import SystemClock
 from undercroft.engines.vllm.metrics import StepStats
+from undercroft.engines.vllm.tally import Tally
 from undercroft.engines.vllm.transfer_spec import SlotSpec
 from undercroft.hierarchy.hierarchy import LEVEL_0, Hierarchy
 from undercroft.hierarchy.request import Lookup, Request
 from undercroft.keys import ChunkKey
+from undercroft.log import SparingLog
 
 __all__ = ["GROUP_ID_BYTES", "UndercroftManager", "group_key"]
 
@@ -87,17 +90,19 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         group_ids: The engine's ids of the offloaded groups, in its order.
         close: Called once at shutdown, after the hierarchy closed.
         refresh: Called now and at the end of each step; tells the pool how much memory exists.
+        tally: Counts into the hierarchy's counters.
         localities: By name, the levels that other machines can reach, or cannot.
         reset_s: How long each lower level may take when a reset has to be repeated.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - wired once, by the spec
         self,
         hierarchy: Hierarchy,
         *,
         group_ids: Sequence[int],
         close: Callable[[], None],
         refresh: Callable[[], None],
+        tally: Tally,
         localities: Mapping[str, Locality] | None = None,
         reset_s: float = 1.0,
     ) -> None:
@@ -108,7 +113,9 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         self.is_off = False
         self._close = close
         self._refresh = refresh
-        self._stats = StepStats(hierarchy)
+        self._log = SparingLog(_LOG, SystemClock())
+        self._tally = tally
+        self._stats = StepStats(hierarchy, tally.pace)
         self._requests: dict[str, Request] = {}
         self._outdated: dict[str, bool] = {}
         """Requests that lived through a reset; whether to begin running makes them trusted."""
@@ -116,8 +123,10 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
 
     def switch_off(self, error: BaseException) -> None:
         """Serve and store nothing from now on. Loads under way end as they would have."""
-        self.is_off = True
+        was_off, self.is_off = self.is_off, True
         self.hierarchy.counters.broken_invariants += 1
+        if was_off:
+            return
         _LOG.error(
             "internal fault, the cache is off until the engine restarts; "
             "requests are recomputed. Please report this.",
@@ -190,12 +199,23 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         # Not caught: the engine will read whatever slots are named here, so a fault must stop it.
         chunk_keys = [ChunkKey(key) for key in keys]
-        slots = self.hierarchy.prepare_load(chunk_keys, self._request(req_context))
-        return self._spec(chunk_keys, slots, 0)
+        request = self._request(req_context)
+        has_waited = request.queued
+        slots = self.hierarchy.prepare_load(chunk_keys, request)
+        spec = self._spec(chunk_keys, slots, 0)
+        self._note_load(request, chunk_keys, spec, has_waited=has_waited)
+        return spec
+
+    @_safe(lambda: None)
+    def _note_load(
+        self, request: Request, keys: list[ChunkKey], spec: SlotSpec, *, has_waited: bool
+    ) -> None:
+        self._tally.load_began(request, keys, spec.group_chunks, has_waited=has_waited)
 
     @override
     @_safe(lambda: None)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._tally.load_ended(req_context.req_id)
         self.hierarchy.complete_load(
             [ChunkKey(key) for key in keys], self._any_request(req_context)
         )
@@ -216,10 +236,16 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         if req_context.req_id in self._outdated:
             declined = self.hierarchy.counters.declined_chunks
             declined[LEVEL_0, "before_reset"] += len(keys)
+            for key in keys:
+                self.hierarchy.counters.note(LEVEL_0, "declined", "before_reset", key)
             return _nothing_stored()
         chunk_keys = [ChunkKey(key) for key in keys]
+        declined = self.hierarchy.counters.declined_chunks
+        num_declined = declined.total()
         plan = self.hierarchy.prepare_store(chunk_keys, self._request(req_context))
         spec = self._spec(plan.keys, plan.slots, plan.store_id)
+        is_whole = declined.total() == num_declined
+        self._tally.store_began(req_context.req_id, plan, spec.group_chunks, is_whole=is_whole)
         return PrepareStoreOutput([OffloadKey(key) for key in plan.keys], spec, [])
 
     @override
@@ -227,6 +253,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
+        self._tally.store_ended(req_context.req_id, keys)
         self.hierarchy.complete_store(
             [ChunkKey(key) for key in keys], self._any_request(req_context), success=success
         )
@@ -237,6 +264,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     @_safe(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._refresh()
+        self._tally.pace.step_began()
         if self.hierarchy.end_step(context.new_req_ids):
             self._distrust()
         if self._outdated:
@@ -255,6 +283,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
 
     @_safe(lambda: None)
     def _step_ended(self) -> None:
+        self._tally.pace.step_ended()
         self.hierarchy.step_ended()
 
     def _take_stats(self) -> OffloadingConnectorStats | None:
@@ -305,6 +334,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     @override
     def reset_cache(self) -> None:
         self._distrust()
+        self._tally.reset()
         # Also while the cache is off: what lies on disk outlives this engine, and others share it.
         try:
             in_time = self.hierarchy.reset()
@@ -312,7 +342,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
             self.switch_off(error)
             in_time = self._void_levels()
         if not in_time:
-            _LOG.warning(
+            self._log.warning(
                 "a lower level did not take the reset in time; it stays unused until it has"
             )
 
@@ -325,7 +355,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
                 in_time &= level.wait_void(self._reset_s)
             except Exception:  # noqa: BLE001 - the other levels get their turn
                 in_time = False
-                _LOG.exception("tier %s could not be reset", level.name)
+                self._log.warning("tier %s could not be reset", level.name, with_traceback=True)
         return in_time
 
     @override

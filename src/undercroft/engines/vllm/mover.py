@@ -12,49 +12,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection
 
 from undercroft.clock import Clock
+from undercroft.engines.jobs import Job
 from undercroft.errors import Bug, KvError
 
-__all__ = ["Job", "Mover"]
+__all__ = ["Mover"]
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(eq=False, slots=True)
-class Job:
-    """One transfer. After `Mover.submit` its state belongs to the mover until it is finished.
-
-    Args:
-        job_id: The engine's name for it.
-        is_store: Engine to slots; otherwise slots to engine.
-        blocks: The engine blocks that it reads or writes.
-        slots: The slots that it writes or reads.
-        steps: Does the work bit by bit; gives the bytes copied by each step.
-        on_failure: Told what went wrong, before the job is finished; must not raise.
-    """
-
-    job_id: int
-    is_store: bool
-    blocks: frozenset[int]
-    slots: frozenset[int]
-    steps: Callable[[], Iterator[int]]
-    on_failure: Callable[[Exception], None]
-    is_urgent: bool = False
-    num_bytes: int = 0
-    seconds: float = 0.0
-    error: Exception | None = None
-
-    @property
-    def rank(self) -> tuple[bool, bool]:
-        """Lower goes first."""
-        return (not self.is_urgent, self.is_store)
-
-    def touches(self, other: Job) -> bool:
-        """Whether both use a block or a slot in common."""
-        return not (self.blocks.isdisjoint(other.blocks) and self.slots.isdisjoint(other.slots))
 
 
 class Mover:
@@ -67,14 +33,14 @@ class Mover:
         self._clock = clock
         self._changed = threading.Condition()
         # All three under `_changed`; `_running` is a stack, the interrupted jobs below.
-        self._waiting: list[Job] = []
-        self._running: list[Job] = []
-        self._finished: list[Job] = []
+        self._waiting: list[Job[int]] = []
+        self._running: list[Job[int]] = []
+        self._finished: list[Job[int]] = []
         self._is_stopping = False
         self._thread = threading.Thread(target=self._main, name="undercroft-mover", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job[int]) -> None:
         """Put the job into the queue; never waits for a copy.
 
         Raises:
@@ -86,13 +52,13 @@ class Mover:
             self._waiting.append(job)
             self._changed.notify_all()
 
-    def take_finished(self) -> list[Job]:
+    def take_finished(self) -> list[Job[int]]:
         """The jobs that ended since the last call, each exactly once."""
         with self._changed:
             finished, self._finished = self._finished, []
         return finished
 
-    def give_back(self, jobs: list[Job]) -> None:
+    def give_back(self, jobs: list[Job[int]]) -> None:
         """Let the next `take_finished` return these again, first."""
         with self._changed:
             self._finished[:0] = jobs
@@ -135,7 +101,7 @@ class Mover:
             self._running, self._waiting = [], []
             self._changed.notify_all()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> Job[int] | None:
         """Wait for the job to run next; None when stopping."""
         with self._changed:
             while not self._is_stopping:
@@ -145,7 +111,7 @@ class Mover:
                 self._changed.wait()
         return None
 
-    def _take(self) -> Job | None:
+    def _take(self) -> Job[int] | None:
         """Start the first waiting job of the lowest rank that may go now; under the lock."""
         best: int | None = None
         limit = self._running[-1].rank if self._running else None
@@ -161,7 +127,7 @@ class Mover:
         self._running.append(job)
         return job
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: Job[int]) -> None:
         """Run a job and those that interrupt it; when stopping, leave it among the running."""
         begun_s = self._clock.now_s()
         away_s = 0.0

@@ -24,26 +24,31 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
     OffloadingSpec,
     OffloadingWorker,
+    TransferResult,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.version import __version__ as vllm_version
 
-from undercroft.clock import Clock, SystemClock
+from undercroft.clock import SystemClock
 from undercroft.config import check_served, from_engine, to_json
-from undercroft.engines.assemble import Geometry, assemble, check_plugins, tokens_that_fit
+from undercroft.engines.accelerator.numa import prefer_nodes
+from undercroft.engines.assemble import Geometry, assemble, check_plugins
+from undercroft.engines.start_line import start_line
 from undercroft.engines.vllm.facts import leave_facts, take_facts
 from undercroft.engines.vllm.log_lines import log_where_vllm_logs
 from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, group_key
 from undercroft.engines.vllm.metrics import metric_definitions
+from undercroft.engines.vllm.platforms import Platform
+from undercroft.engines.vllm.slot_worker import Reports, SlotWorker, chunk_payload_bytes
+from undercroft.engines.vllm.tally import Tally
 from undercroft.engines.vllm.version import doubt
-from undercroft.engines.vllm.worker import CpuWorker, chunk_payload_bytes
 from undercroft.hierarchy.hierarchy import failed_chunk
 from undercroft.hierarchy.region import Region, RegionConfig
 from undercroft.hierarchy.rendezvous import sweep_dead_regions
 from undercroft.hierarchy.slots import SLOT_ALIGNMENT_BYTES, slot_bytes_for
 from undercroft.identity import EngineFacts, key_hash, namespace, weights_fingerprint
 from undercroft.keys import ChunkKey, Namespace
-from undercroft.settings import check_host_bytes, check_sizes, format_bytes, host_limits, load
+from undercroft.settings import check_host_bytes, check_sizes, host_limits, load
 
 __all__ = ["UndercroftSpec"]
 
@@ -52,28 +57,12 @@ _KV_FORMAT = 1
 """Raised when the bytes this adapter stores for a chunk change."""
 
 
-class _RegionWorker(CpuWorker):
-    """A worker that owns this rank's seat in the region."""
+class _RegionWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
+    """A worker, and this rank's seat in the region, which it leaves last."""
 
-    def __init__(
-        self,
-        kv_caches: CanonicalKVCaches,
-        region: Region,
-        blocks_per_chunk: int,
-        join_deadline_s: float,
-        clock: Clock,
-    ) -> None:
-        super().__init__(
-            kv_caches,
-            region=region.buffer,
-            blocks_per_chunk=blocks_per_chunk,
-            report_failed=region.report_failed_store,
-            report_partial=lambda store_id, chunk_index, _num_unwritten: region.report_failed_store(
-                failed_chunk(store_id, chunk_index)
-            ),
-            clock=clock,
-        )
-        self._seat: Region | None = region
+    def __init__(self, worker: SlotWorker, seat: Region, join_deadline_s: float) -> None:
+        self._worker = worker
+        self._seat: Region | None = seat
         self._join_deadline_s = join_deadline_s
 
     @override
@@ -84,14 +73,38 @@ class _RegionWorker(CpuWorker):
         # see the same memory. Once proven this costs nothing.
         if self._seat is not None:
             self._seat.wait_joined(self._join_deadline_s)
-        return super().submit_store(job_id, src_spec, dst_spec)
+        return bool(self._worker.submit_store(job_id, src_spec, dst_spec))
+
+    @override
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        return bool(self._worker.submit_load(job_id, src_spec, dst_spec))
+
+    @override
+    def get_finished(self) -> list[TransferResult]:
+        finished: list[TransferResult] = self._worker.get_finished()
+        return finished
+
+    def take_failed_loads(self) -> dict[int, tuple[int, ...]]:
+        """See `SlotWorker.take_failed_loads`."""
+        return self._worker.take_failed_loads()
+
+    @override
+    def wait(self, job_ids: set[int]) -> None:
+        self._worker.wait(job_ids)
 
     @override
     def shutdown(self) -> None:
-        super().shutdown()
+        self._worker.shutdown()
         if self._seat is not None:
             self._seat.close()
             self._seat = None
+
+
+def _reports(region: Region) -> Reports:
+    def partial(store_id: int, chunk_index: int, _num_unwritten: int) -> None:
+        region.report_failed_store(failed_chunk(store_id, chunk_index))
+
+    return Reports(region.report_failed_store, partial)
 
 
 class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
@@ -100,6 +113,10 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
     Raises:
         ConfigError: The settings or the engine's configuration cannot work; one line says why.
     """
+
+    _manager_class: type[UndercroftManager] = UndercroftManager
+    _tells_failed_loads = False
+    """Whether somebody asks the worker which loads failed; stock's connector does not."""
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -138,18 +155,32 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
         # What a killed engine left would count as used, and keep this one from ever starting.
         sweep_dead_regions(self._region_config.directory, keep=Path())
         check_host_bytes(self._settings.host_bytes, host_limits())
-        region = Region.join(
-            self._region_config,
-            role=self._engine.config.parallel.rank,
-            chunk_bytes=chunk_bytes,
-            deadline_s=self._settings.join_deadline_s,
-            clock=self._clock,
-        )
-        if self._engine.config.parallel.rank == 0:
-            leave_facts(region.buffer)
-        return _RegionWorker(
-            kv_caches, region, self.blocks_per_chunk, self._settings.join_deadline_s, self._clock
-        )
+        config = self._engine.config
+        platform = Platform.of(kv_caches, num_ranks=config.parallel.world_size)
+        with prefer_nodes(platform.nodes):
+            region = Region.join(
+                self._region_config,
+                role=config.parallel.rank,
+                chunk_bytes=chunk_bytes,
+                deadline_s=self._settings.join_deadline_s,
+                clock=self._clock,
+            )
+        try:
+            if config.parallel.rank == 0:
+                self._leave_facts(region)
+            worker = platform.make_worker(
+                kv_caches,
+                region=region.buffer,
+                ready_bytes=region.ready_bytes,
+                blocks_per_chunk=self.blocks_per_chunk,
+                reports=_reports(region),
+                clock=self._clock,
+            )
+        except BaseException:
+            region.close()
+            raise
+        worker.tells_failed_loads = self._tells_failed_loads
+        return _RegionWorker(worker, region, self._settings.join_deadline_s)
 
     # --- the scheduler ------------------------------------------------------------------------
 
@@ -169,10 +200,11 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
         try:
             region.wait_joined(settings.join_deadline_s)
             geometry = self._geometry(region)
+            made = self._namespace(geometry, self._model_facts(region))
             hierarchy = assemble(
                 settings,
                 geometry,
-                namespace=self._namespace(geometry, take_facts(region.buffer)),
+                namespace=made,
                 buffer=region.buffer,
                 clock=self._clock,
                 num_replicas=config.parallel.data_parallel_size,
@@ -183,21 +215,30 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             region.close()
             raise
         _LOG.info(
-            "host memory holds %s, about %d tokens of this model",
-            format_bytes(settings.host_bytes),
-            tokens_that_fit(geometry, settings.host_bytes),
+            "ready: key space %s (engines that share chunks print the same); %s",
+            made.id,
+            start_line(settings, geometry, hierarchy),
         )
         slots = hierarchy.pool.slots
-        return UndercroftManager(
+        return self._manager_class(
             hierarchy,
             group_ids=[group.group_id for group in config.groups],
             close=region.close,
             refresh=lambda: slots.set_ready_bytes(region.ready_bytes()),
+            tally=Tally(hierarchy.counters, self._clock, geometry.tokens_per_chunk),
             localities={
                 tier.name: Locality(tier.locality) for tier in settings.tiers if tier.locality
             },
             reset_s=settings.drain_deadline_s,
         )
+
+    # Stock's connector shows a spec the model's name and dtype only: the workers know the rest.
+
+    def _leave_facts(self, region: Region) -> None:
+        leave_facts(region.buffer)
+
+    def _model_facts(self, region: Region) -> Mapping[str, Any]:
+        return take_facts(region.buffer)
 
     def _geometry(self, region: Region) -> Geometry:
         config = self._engine.config
@@ -237,6 +278,4 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             key_hash=hashed,
             model=model,
         )
-        made = namespace(self._engine, fingerprint, facts)
-        _LOG.info("key space %s (engines that share chunks print the same)", made.id)
-        return made
+        return namespace(self._engine, fingerprint, facts)

@@ -6,7 +6,6 @@ import errno
 import json
 import logging
 import os
-import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,22 +16,45 @@ from undercroft.keys import Namespace, first_difference
 from undercroft.log import SparingLog
 from undercroft.tiers.disk.buffers import PAGE_BYTES, AlignedPool
 from undercroft.tiers.disk.files import Files
+from undercroft.tiers.disk.names import NAMESPACE, ROOT_NAME, SEGMENT, TEMPORARY, is_ours
 from undercroft.tiers.disk.segment import INDEX_SUFFIX, SLAB_SUFFIX, charge
 from undercroft.tiers.disk.usage import NamespaceUsage, SegmentUsage, Usage
 
-__all__ = ["ROOT_NAME", "Root"]
+__all__ = ["ROOT_NAME", "Root", "hold_root", "remove_segment"]
 
-ROOT_NAME = "undercroft-v1"
 _LOCK_WAIT_S = 2.0
 _PRIVATE = 0o700
 _LOCK_RETRY_S = 0.005
-_NAMESPACE = re.compile(r"[0-9a-f]{32}")
-_SEGMENT = re.compile(r"seg-([0-9a-f]{16})(\.slab|\.index)")
-_TEMPORARY = re.compile(r"(seg-[0-9a-f]{16}\.index|manifest\.json)\.tmp")
-_OURS = frozenset({"manifest.json", "epoch"})
 _REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 _LOG = logging.getLogger(__name__)
+
+
+@contextmanager
+def hold_root(files: Files, lock_fd: int, path: str, clock: Clock) -> Iterator[None]:
+    """Be the only process that creates or removes files under the root `path`.
+
+    Args:
+        files: The system calls.
+        lock_fd: The root's open lock file.
+        path: For the message.
+        clock: Time.
+
+    Raises:
+        TierUnavailable: Somebody else held it for two seconds.
+    """
+    deadline = clock.now_s() + _LOCK_WAIT_S
+    while not files.lock(lock_fd):
+        if clock.now_s() >= deadline:
+            raise TierUnavailable(
+                f"another process has held {path}/lock for {_LOCK_WAIT_S:g} s; "
+                "it is tried again later"
+            )
+        clock.sleep(_LOCK_RETRY_S)
+    try:
+        yield
+    finally:
+        files.unlock(lock_fd)
 
 
 class Root:
@@ -74,7 +96,7 @@ class Root:
             if exc.errno not in _REFUSED or not self._exists(self.directory):
                 raise
             self.read_only = f"{exc.filename or self.path}: {exc.strerror}"
-        self._check_owner()
+        self.check_owner()
         if self.read_only:
             self._compare_manifest(required=True)
 
@@ -103,14 +125,19 @@ class Root:
 
     def _make(self) -> None:
         self._files.make_directories(self._above)
-        self._check_owner()
+        self.check_owner()
         self._files.make_directories(self.path)
-        self._check_owner()
+        self.check_owner()
         self._lock_fd = self._files.open(f"{self.path}/lock", os.O_RDWR | os.O_CREAT)
         if stat.S_IMODE(self._files.stat(self.path).st_mode) != _PRIVATE:
             self._files.restrict(self.path)
 
-    def _check_owner(self) -> None:
+    def check_owner(self) -> None:
+        """Refuse a root that is not ours to use; one that is missing is fine.
+
+        Raises:
+            ConfigError: It is a link, a file, or somebody else's.
+        """
         if not self._exists(self.path):
             return
         found = self._files.stat(self.path)
@@ -136,18 +163,8 @@ class Root:
         Raises:
             TierUnavailable: Somebody else held it for two seconds.
         """
-        deadline = self._clock.now_s() + _LOCK_WAIT_S
-        while not self._files.lock(self._lock_fd):
-            if self._clock.now_s() >= deadline:
-                raise TierUnavailable(
-                    f"another process has held {self.path}/lock for {_LOCK_WAIT_S:g} s; "
-                    "it is tried again later"
-                )
-            self._clock.sleep(_LOCK_RETRY_S)
-        try:
+        with hold_root(self._files, self._lock_fd, self.path, self._clock):
             yield
-        finally:
-            self._files.unlock(self._lock_fd)
 
     def _compare_manifest(self, *, required: bool) -> bool:
         path = f"{self.directory}/manifest.json"
@@ -220,7 +237,7 @@ class Root:
             with suppress(FileNotFoundError):
                 found = self._files.stat(path)
                 usage.fixed_bytes += charge(found)
-                if stat.S_ISDIR(found.st_mode) and _NAMESPACE.fullmatch(name):
+                if stat.S_ISDIR(found.st_mode) and NAMESPACE.fullmatch(name):
                     usage.namespaces[name] = self._namespace_usage(path, usage)
                 elif name != "lock":
                     usage.foreign_names.append(path)
@@ -239,12 +256,12 @@ class Root:
         for name in self._files.list(directory):
             with suppress(FileNotFoundError):
                 status = self._files.stat(f"{directory}/{name}")
-                match = _SEGMENT.fullmatch(name)
+                match = SEGMENT.fullmatch(name)
                 if match and stat.S_ISREG(status.st_mode):
                     found.setdefault(match[1], {})[match[2]] = status
                     continue
                 usage.fixed_bytes += charge(status)
-                if name not in _OURS and not _TEMPORARY.fullmatch(name):
+                if not is_ours(name):
                     usage.foreign_names.append(f"{directory}/{name}")
         out = NamespaceUsage(directory, charge(self._files.stat(directory)))
         for segment_id, parts in found.items():
@@ -267,22 +284,22 @@ class Root:
         Needs the lock, under which segments are created: so no live creator owns a half.
         """
         for name in self._files.list(self.path):
-            if not _NAMESPACE.fullmatch(name):
+            if not NAMESPACE.fullmatch(name):
                 continue
             directory = f"{self.path}/{name}"
             names = set(self._files.list(directory))
             for each in sorted(names):
-                match = _SEGMENT.fullmatch(each)
+                match = SEGMENT.fullmatch(each)
                 other = {SLAB_SUFFIX: INDEX_SUFFIX, INDEX_SUFFIX: SLAB_SUFFIX}
                 half = match and f"seg-{match[1]}{other[match[2]]}" not in names
-                if half or _TEMPORARY.fullmatch(each):
+                if half or TEMPORARY.fullmatch(each):
                     self._files.unlink(f"{directory}/{each}")
                     self.num_swept += 1
             if directory != self.directory:
                 self._sweep_empty(directory, names)
 
     def _sweep_empty(self, directory: str, names: set[str]) -> None:
-        if any(name not in _OURS for name in names):
+        if not all(map(is_ours, names)):
             return
         if not names:
             self._files.remove_directory(directory)
@@ -299,20 +316,25 @@ class Root:
             self._files.close(fd)
 
     def remove_segment(self, segment_id: str, directory: str, slab_fd: int = -1) -> None:
-        """Remove a segment and give its space back at once, even if others have it open.
+        """See `remove_segment`."""
+        remove_segment(self._files, directory, segment_id, slab_fd)
 
-        The index goes first: a slab without one is swept after a crash.
-        """
-        base = f"{directory}/seg-{segment_id}"
-        self._files.unlink(base + INDEX_SUFFIX)
-        fd = slab_fd
-        try:
-            if fd < 0:
-                fd = self._files.open(base + SLAB_SUFFIX, os.O_WRONLY)
-            self._files.truncate(fd, 0)
-        except FileNotFoundError:
-            return
-        finally:
-            if slab_fd < 0 <= fd:
-                self._files.close(fd)
-        self._files.unlink(base + SLAB_SUFFIX)
+
+def remove_segment(files: Files, directory: str, segment_id: str, slab_fd: int = -1) -> None:
+    """Remove a segment and give its space back at once, even if others have it open.
+
+    The index goes first: a slab without one is swept after a crash.
+    """
+    base = f"{directory}/seg-{segment_id}"
+    files.unlink(base + INDEX_SUFFIX)
+    fd = slab_fd
+    try:
+        if fd < 0:
+            fd = files.open(base + SLAB_SUFFIX, os.O_WRONLY)
+        files.truncate(fd, 0)
+    except FileNotFoundError:
+        return
+    finally:
+        if slab_fd < 0 <= fd:
+            files.close(fd)
+    files.unlink(base + SLAB_SUFFIX)

@@ -88,6 +88,7 @@ class DiskTier:
                 )
         self.name = name
         self.capacity_bytes = capacity_bytes
+        self.namespace = namespace
         self._clock = clock
         files = files or Files()
         self._files = files
@@ -189,7 +190,13 @@ class DiskTier:
             finally:
                 self._keeper.detach()
 
-    # Indexed, Bounded, Epochal, Following
+    # Described, Indexed, Bounded, Epochal, Following
+
+    def describe(self) -> str:
+        """See `Described.describe`."""
+        if not self._keeper.attached:
+            return "not there yet"
+        return "O_DIRECT" if self._records.direct else "through the page cache"
 
     def has(self, key: ChunkKey) -> bool:
         """See `Indexed.has`."""

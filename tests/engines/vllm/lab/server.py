@@ -48,21 +48,11 @@ class Server:
     def __init__(self, folder: Path, offload: dict[str, Any], model: str = "llama") -> None:
         self.port = _free_port()
         self.log = folder / f"server-{self.port}.log"
-        transfer = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": offload,
-        }
         env = environment(
             VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_SERVER_DEV_MODE="1", VLLM_HOST_IP="127.0.0.1"
         )
         env["PYTHONPATH"] += ":" + _distribution_path(folder)
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-        command += [str(model_path(model)), "--served-model-name", "tiny", "--dtype", "float32"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"]
-        command += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", "4096"]
-        command += ["--num-gpu-blocks-override", "256", "--enable-prompt-tokens-details"]
-        command += ["--kv-transfer-config", json.dumps(transfer)]
+        command = self._command(str(model_path(model)), offload)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -77,6 +67,24 @@ class Server:
         except BaseException:
             self.stop()
             raise
+
+    def _command(self, model: str, offload: dict[str, Any]) -> list[str]:
+        """What is run; `offload` is the connector's extra config."""
+        transfer = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": offload,
+        }
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+        return [*command, *self._options(), "--kv-transfer-config", json.dumps(transfer)]
+
+    def _options(self) -> list[str]:
+        """What every server here is started with."""
+        options = ["--served-model-name", "tiny", "--dtype", "float32"]
+        options += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"]
+        options += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", "4096"]
+        options += ["--num-gpu-blocks-override", "256", "--enable-prompt-tokens-details"]
+        return options
 
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + START_S

@@ -108,7 +108,7 @@ def census(driver: Driver) -> dict[str, Any]:
         "ready": states.count(3),
         "pins": sum(slots.pins),
         "holders": len(hierarchy._holders),
-        "loaders": len(hierarchy._loaders),
+        "loaders": len(hierarchy.loads.requests),
         "stores": len(hierarchy.stores),
         "restores": len(hierarchy.restores),
         "waiting": hierarchy.restores.num_waiting,

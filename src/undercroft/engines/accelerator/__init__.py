@@ -1,0 +1,1 @@
+"""Copies between an accelerator and host memory. Knows torch, and no engine."""

@@ -1,0 +1,174 @@
+"""The spec and the manager behind `UndercroftConnector`: what the plain ones cannot know.
+
+Stock's connector hides the engine's configuration, its queue, the adapters of its requests, and
+which loads failed. Ours hands them on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from typing_extensions import override
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingEvent,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    TierFilter,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from undercroft.engines.vllm.adapters import AdapterTag, untagged
+from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, _safe
+from undercroft.engines.vllm.spec import UndercroftSpec
+from undercroft.hierarchy.region import Region
+from undercroft.hierarchy.request import Request
+from undercroft.keys import ChunkKey
+
+__all__ = ["FACTS_KEY", "ConnectedManager", "ConnectedSpec"]
+
+FACTS_KEY = "_undercroft_model_facts"
+"""Where in the extra configuration the connector puts what it knows of the model."""
+
+
+class ConnectedManager(UndercroftManager):
+    """Knows the adapters of requests, looks ahead for those that queue, and drops failed loads."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as the base's
+        super().__init__(*args, **kwargs)
+        self._scout: Request | None = None
+        self._tags: dict[str, AdapterTag] = {}
+        self._knows_adapters = False
+
+    # --- adapters -----------------------------------------------------------------------------
+
+    def tag_next(self, request_id: str, tag: AdapterTag) -> None:
+        """All keys of the request that comes next under this id are `tag`'s."""
+        self._tags[request_id] = tag
+        self._knows_adapters = True
+
+    @override
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        tag = self._tags.pop(req_context.req_id, None)
+        if tag is not None:
+            # In the context, because completions may name a request that has ended by it only.
+            req_context.set_state(tag)
+        offloading: RequestOffloadingContext = super().on_new_request(req_context)
+        request = self._requests.get(req_context.req_id)
+        if tag is not None and request is not None:
+            position_of = req_context.get_offload_key_position
+            request.position_of = lambda key: position_of(OffloadKey(untagged(key)))
+        return offloading
+
+    def _tag(self, context: ReqContext) -> AdapterTag | None:
+        return context.get_state(AdapterTag) if self._knows_adapters else None
+
+    @override
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        tag = self._tag(req_context)
+        return super().get_load_source(tag.on(key) if tag else key, req_context)
+
+    @override
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        tag = self._tag(req_context)
+        return super().prepare_load(tag.on_all(keys) if tag else keys, req_context)
+
+    @override
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        tag = self._tag(req_context)
+        super().complete_load(tag.on_all(keys) if tag else keys, req_context)
+
+    @override
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        tag = self._tag(req_context)
+        if tag is None:
+            return super().prepare_store(keys, req_context)
+        output = super().prepare_store(tag.on_all(keys) if tag.is_sure else [], req_context)
+        if output is not None:
+            output.keys_to_store = [OffloadKey(untagged(key)) for key in output.keys_to_store]
+        return output
+
+    @override
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        tag = self._tag(req_context)
+        super().complete_store(tag.on_all(keys) if tag else keys, req_context, success)
+
+    @override
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        events = list(super().take_events())
+        for event in events:
+            event.keys = [OffloadKey(untagged(key)) for key in event.keys]
+        return events
+
+    # --- lookups ------------------------------------------------------------------------------
+
+    @override
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        tag = self._tag(req_context)
+        if tag is not None:
+            if not tag.is_sure:
+                return LookupResult.MISS
+            key = tag.on(key)
+        if self._scout is not None:
+            return self._look(ChunkKey(key), req_context, self._scout)
+        return super().lookup(key, req_context)
+
+    @contextmanager
+    def looking_ahead(self, request_id: str) -> Iterator[bool]:
+        """Within: lookups for this request only note what there is, and say HIT for all of it.
+
+        What is below is brought up from the end of the step on. Gives False if nothing can be.
+        """
+        request = None if self.is_off else self._requests.get(request_id)
+        if request is not None:
+            self._scout = self.hierarchy.ahead.scout(request_id, request.position_of)
+        try:
+            yield self._scout is not None
+        finally:
+            self._scout = None
+
+    @_safe(lambda: LookupResult.MISS)
+    def _look(self, key: ChunkKey, context: ReqContext, scout: Request) -> LookupResult:
+        tiers = context.load_tier_filter
+        if tiers is not TierFilter.ALL and not self._allowed(key, tiers, scout):
+            return LookupResult.MISS
+        found = self.hierarchy.ahead.finds(key, scout, key[-GROUP_ID_BYTES:])
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    # --- loads that failed --------------------------------------------------------------------
+
+    @_safe(lambda: None)
+    def fail_load(self, request_id: str, offsets: Collection[int]) -> None:
+        """The chunks in the slots at `offsets` did not reach the engine's blocks."""
+        self.hierarchy.loads.fail(request_id, offsets)
+
+
+class ConnectedSpec(UndercroftSpec):
+    """`UndercroftSpec` as `UndercroftConnector` makes it; not for users to name."""
+
+    _manager_class = ConnectedManager
+    _tells_failed_loads = True
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        extra = dict(config.extra_config)
+        self._facts: Mapping[str, Any] = extra.pop(FACTS_KEY, {})
+        super().__init__(dataclasses.replace(config, extra_config=extra))
+
+    @override
+    def _leave_facts(self, region: Region) -> None:
+        """The scheduler's side needs none: it was given them."""
+
+    @override
+    def _model_facts(self, region: Region) -> Mapping[str, Any]:
+        return self._facts

@@ -1,0 +1,273 @@
+"""What vLLM loads instead of its own `OffloadingConnector`: `kv_connector: UndercroftConnector`.
+
+Everything but four things is inherited. The model's whole configuration goes to the scheduler's
+side directly, the content of LoRA adapters into the keys. A load that fails is recomputed: the
+worker names the chunks, the scheduler drops them and asks again. And requests that queue behind
+others have their chunks read from lower levels meanwhile.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from typing_extensions import override
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    PromMetric,
+    PromMetricT,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.forward_context import ForwardContext
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from undercroft.engines.vllm.adapters import Adapters
+from undercroft.engines.vllm.connected import FACTS_KEY, ConnectedManager, ConnectedSpec
+from undercroft.engines.vllm.facts import model_facts
+from undercroft.errors import ConfigError, KvError
+
+__all__ = ["UndercroftConnector"]
+
+_LOG = logging.getLogger(__name__)
+
+_PLAIN = "UndercroftSpec"
+_MAX_FAILED_LOADS = 3
+"""Loads of one request that may fail before it is computed without another try: from host memory,
+from below, and of the rest."""
+_MAX_LOOKED_AHEAD = 4
+"""Queued requests, from the head of the queue on, whose chunks are read ahead."""
+
+
+@dataclass
+class _WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc] # untyped here
+    """Stock's, and by request the slots whose chunks are not in the engine's blocks."""
+
+    failed_loads: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @override
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        both = super().aggregate(other)
+        failed = dict(self.failed_loads)
+        for request_id, offsets in getattr(other, "failed_loads", {}).items():
+            failed[request_id] = (*failed.get(request_id, ()), *offsets)
+        return _WorkerReport(both.completed_jobs, both.transfer_stats, failed)
+
+
+def _filled_in(config: VllmConfig, **more: object) -> VllmConfig:
+    """A shallow copy of the engine's configuration that names our spec.
+
+    Raises:
+        ConfigError: The user named another spec.
+    """
+    transfer = copy.copy(config.kv_transfer_config)
+    given = dict(transfer.kv_connector_extra_config)
+    if given.get("spec_name", _PLAIN) not in (_PLAIN, ConnectedSpec.__name__):
+        raise ConfigError(
+            f"spec_name is {given['spec_name']!r}, but UndercroftConnector brings its own: leave "
+            "spec_name and spec_module_path out"
+        )
+    given |= {"spec_name": ConnectedSpec.__name__, "spec_module_path": ConnectedSpec.__module__}
+    transfer.kv_connector_extra_config = given | more
+    filled = copy.copy(config)
+    filled.kv_transfer_config = transfer
+    return filled
+
+
+class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped here
+    """Names Undercroft to vLLM: `kv_connector`; settings are in `kv_connector_extra_config`.
+
+    Raises:
+        ConfigError: The settings or the engine's configuration cannot work; one line says why.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        more: dict[str, object] = {}
+        if role == KVConnectorRole.SCHEDULER:
+            more[FACTS_KEY] = model_facts(vllm_config)
+            # The scheduler reads it after it has made its connector. Its default would end a
+            # request with an error when a load fails.
+            vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        super().__init__(_filled_in(vllm_config, **more), role, kv_cache_config)
+        # The worker's side.
+        self._load_requests: dict[int, str] = {}
+        self._failed_loads: dict[str, tuple[int, ...]] = {}
+        # The scheduler's side.
+        self._adapters = Adapters(os.environ)
+        self._num_failed_loads: Counter[str] = Counter()
+        self._queued: dict[str, Request] = {}
+        self._looked_ahead: set[str] = set()
+        self._looks_ahead = True
+
+    @classmethod
+    @override
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return super().build_prom_metrics(
+            _filled_in(vllm_config), metric_types, labelnames, per_engine_labelvalues
+        )
+
+    # --- a worker: which loads failed ---------------------------------------------------------
+
+    @override
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        metadata = self._connector_metadata
+        if isinstance(metadata, OffloadingConnectorMetadata):
+            self._load_requests |= {id_: job.req_id for id_, job in metadata.load_jobs.items()}
+        super().start_load_kv(forward_context, **kwargs)
+
+    def _take_finished(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        sent, received = super().get_finished(finished_req_ids)
+        failed = {
+            self._load_requests[job_id]: offsets
+            for job_id, offsets in self.connector_worker.worker.take_failed_loads().items()
+        }
+        self._failed_loads |= failed
+        if received:
+            left = self._load_requests.items()
+            self._load_requests = {id_: req_id for id_, req_id in left if req_id not in received}
+        return KVConnectorTransferResults(sent, received, set(failed))
+
+    @override
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._take_finished(finished_req_ids)
+
+    @override
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        results = self._take_finished(finished_req_ids)
+        if results.failed_recving:
+            raise KvError(
+                f"the loads of {sorted(results.failed_recving)} failed, and this engine does not "
+                "ask which did: it must not compute on their blocks; restart it, and report this"
+            )
+        return results.finished_sending, results.finished_recving
+
+    @override
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        meta = super().build_connector_worker_meta()
+        if meta is None:
+            return None
+        # Also when nothing failed: the first rank's report adds up those of the others.
+        failed, self._failed_loads = self._failed_loads, {}
+        return _WorkerReport(meta.completed_jobs, meta.transfer_stats, failed)
+
+    # --- the scheduler ------------------------------------------------------------------------
+
+    @property
+    def _manager(self) -> ConnectedManager:
+        manager: ConnectedManager = self.scheduler.manager
+        return manager
+
+    @override
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, _WorkerReport):
+            for request_id, offsets in report.failed_loads.items():
+                self._num_failed_loads[request_id] += 1
+                self._manager.fail_load(request_id, frozenset(offsets))
+        super().update_connector_output(connector_output)
+
+    @override
+    def on_new_request(self, request: Request) -> None:
+        adapter = request.lora_request
+        if adapter is not None:
+            tag = self._adapters.tag(adapter.lora_int_id, adapter.lora_name, adapter.lora_path)
+            self._manager.tag_next(request.request_id, tag)
+        super().on_new_request(request)
+        self._queued[request.request_id] = request
+
+    @override
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        self._leave_queue(request)
+        answer: tuple[int | None, bool]
+        if self._num_failed_loads.get(request.request_id, 0) < _MAX_FAILED_LOADS:
+            answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        else:
+            # The base has books to keep; in no tokens it finds nothing.
+            answer = self.scheduler.get_num_new_matched_tokens(
+                request, num_computed_tokens, max_num_new_tokens=0
+            )
+        return answer
+
+    @override
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._forget(request)
+        return super().request_finished(request, block_ids)  # type: ignore[no-any-return] # untyped here
+
+    @override
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._forget(request)
+        return super().request_finished_all_groups(request, block_ids)  # type: ignore[no-any-return] # untyped here
+
+    def _forget(self, request: Request) -> None:
+        self._leave_queue(request)
+        self._num_failed_loads.pop(request.request_id, None)
+
+    def _leave_queue(self, request: Request) -> None:
+        if self._queued.pop(request.request_id, None) is not None:
+            self._looked_ahead.discard(request.request_id)
+
+    # --- looking ahead ------------------------------------------------------------------------
+
+    @override
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        # Whom this step's pass over the queue has not reached waits behind others.
+        if self._queued and self._looks_ahead:
+            try:
+                self._look_ahead()
+            except Exception:  # noqa: BLE001 - engine internals are read here, and they move
+                self._looks_ahead = False
+                _LOG.exception("fault while looking ahead; this engine does so no more")
+        return super().build_connector_meta(scheduler_output)
+
+    def _look_ahead(self) -> None:
+        """Have the chunks of one queued request brought up; one walk over its keys a step."""
+        for request in islice(self._queued.values(), _MAX_LOOKED_AHEAD):
+            if request.request_id in self._looked_ahead:
+                continue
+            self._looked_ahead.add(request.request_id)
+            with self._manager.looking_ahead(request.request_id) as can:
+                if can and not request.skip_reading_prefix_cache:
+                    super().get_num_new_matched_tokens(request, self._num_tokens_here(request))
+            return
+
+    def _num_tokens_here(self, request: Request) -> int:
+        """The prefix that the engine's own cache has, in whole blocks; nothing is read for it."""
+        if self._kv_cache_manager is None or not self._kv_cache_manager.enable_caching:
+            return 0
+        _, num_tokens = self._kv_cache_manager.coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )[:2]
+        block_tokens: int = self.scheduler.config.kv_group_configs[0].tokens_per_block
+        return int(num_tokens) // block_tokens * block_tokens
