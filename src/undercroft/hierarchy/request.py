@@ -14,7 +14,8 @@ class Lookup(Enum):
     """The answer to a lookup."""
 
     HIT = "hit"
-    """Readable now, and until the request loads it, ends, or its deadline passes."""
+    """Readable for the rest of the step; while the request waits for other chunks, until it loads
+    it, ends, or its deadline passes."""
     MISS = "miss"
     PENDING = "pending"
     """On its way; ask again next step."""
