@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from cases.disk import Disk
+from cases.engine import EngineCase
 from cases.scheduler import Scheduler
 from harness import Case
 
-CASES: tuple[Case, ...] = (Scheduler(), Disk())
+CASES: tuple[Case, ...] = (Scheduler(), Disk(), EngineCase())
