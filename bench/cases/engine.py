@@ -63,26 +63,24 @@ class Sizes:
 
     num_clients: int = 8
     num_turns: int = 4
-    first_turn: int = 500
-    next_turn: int = 70
-    num_documents: int = 4
+    first_turn: int = 300
+    next_turn: int = 40
+    num_documents: int = 3
     document: int = 1500
     num_questions: int = 4
     question: int = 30
-    num_unique: int = 8
-    unique: int = 500
-    answer: int = 12
-    think_s: float = 1.0
+    num_unique: int = 4
+    unique: int = 400
+    answer: int = 8
+    think_s: float = 0.5
     """At most; drawn evenly."""
     num_running: int = 4
-    engine_cache: int = 3456
-    host: str = "256MiB"
-    disk: str = "2GiB"
+    engine_cache: int = 1760
+    host: str = "128MiB"
+    disk: str = "1GiB"
 
 
-QUICK = Sizes(
-    num_turns=3, answer=8, think_s=0.05, num_unique=4, num_questions=3, host="16MiB", disk="128MiB"
-)
+QUICK = Sizes(num_turns=3, num_questions=3, think_s=0.05, host="12MiB", disk="96MiB")
 """For the tests' tiny model, which stores 4 KiB a token."""
 
 Turn = tuple[float, list[int]]
@@ -291,7 +289,7 @@ def _engine(nursery: Nursery, model: Path, sizes: Sizes, offload: dict[str, Any]
     return nursery.engine(
         str(model),
         offload,
-        max_model_len=2048,
+        max_model_len=sizes.engine_cache - BLOCK_TOKENS,  # one block is never given out
         max_num_batched_tokens=2048,
         max_num_seqs=sizes.num_running,
         num_gpu_blocks_override=sizes.engine_cache // BLOCK_TOKENS,
