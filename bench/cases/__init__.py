@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from cases.disk import Disk
 from cases.engine import EngineCase
+from cases.policies import Policies
 from cases.scheduler import Scheduler
 from harness import Case
 
-CASES: tuple[Case, ...] = (Scheduler(), Disk(), EngineCase())
+CASES: tuple[Case, ...] = (Scheduler(), Policies(), Disk(), EngineCase())
