@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from cases.disk import Disk
 from cases.engine import EngineCase
+from cases.first_token import FirstToken
 from cases.policies import Policies
 from cases.scheduler import Scheduler
 from harness import Case
 
-CASES: tuple[Case, ...] = (Scheduler(), Policies(), Disk(), EngineCase())
+CASES: tuple[Case, ...] = (
+    Scheduler(),
+    Policies(),
+    Disk(),
+    EngineCase(),
+    FirstToken("first_token", "tiny", 1),
+    FirstToken("first_token_2", "tiny", 2),
+    FirstToken("first_token_smollm2", "demo", 2),
+)
