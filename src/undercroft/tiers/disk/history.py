@@ -55,6 +55,7 @@ REASONS = (
     "deadline",
     "not_restored",
     "evicted_again",
+    "load_failed",
 )
 """Codes are places in these; both only ever grow at the end."""
 

@@ -1,10 +1,9 @@
 """What an eviction policy costs the scheduler thread, ours beside stock vLLM's.
 
-    python bench/policies.py [--sizes 100000 1000000] [--reps 3] [--json OUT]
+Each policy runs in a process of its own every time; of worst calls the least of all rounds counts
+(a stall of the policy's own is in every one). Times are the thread's own, so that what else runs on
+the machine counts for less. `--chunks` says how many keys.
 
-Each policy runs in a process of its own, in alternating order; the table shows medians over the
-repetitions, and the least of their worst calls (a stall of the policy's own is in every one).
-Times are the thread's own, so that what else runs on the machine counts for less.
 Ours steps over at most `MAX_SKIPPED` pinned keys in one call, as a level has to; a call that finds
 no other evicts nothing, and the next one goes on from there. Stock's policies also hold each
 chunk's status; ours do not, so the memory of the two is not quite the same thing.
@@ -12,20 +11,23 @@ chunk's status; ours do not, so the memory of the two is not quite the same thin
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import gc
 import hashlib
 import json
-import platform
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any, Protocol
+
+from harness import AGAIN, Options, Row, Side
 
 Key = bytes
 RUN_KEYS = 64  # a prefix that is used in one go
@@ -111,7 +113,7 @@ class Stock:
 
 
 def make_subject(name: str, num_keys: int) -> Subject:
-    source, policy = name.split(".")
+    source, policy = name.split()
     if source == "ours":
         from undercroft.policies.arc import Arc
         from undercroft.policies.lru import Lru
@@ -141,17 +143,17 @@ def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def collect_ms() -> float:
+def collect_s() -> float:
     """The fastest of three full collections."""
     times = []
     for _ in range(3):
         start = time.thread_time()
         gc.collect()
         times.append(time.thread_time() - start)
-    return min(times) * 1e3
+    return min(times)
 
 
-def per_key_us(call: Callable[[Any], None], batches: list[Any], keys_per_batch: int) -> float:
+def per_key_s(call: Callable[[Any], None], batches: list[Any], keys_per_batch: int) -> float:
     """Median over groups of about a thousand keys."""
     group = max(1, 1_000 // keys_per_batch)
     times = []
@@ -161,16 +163,16 @@ def per_key_us(call: Callable[[Any], None], batches: list[Any], keys_per_batch: 
         for batch in some:
             call(batch)
         times.append((time.thread_time_ns() - start_ns) / (group * keys_per_batch))
-    return median(times) / 1e3
+    return median(times) / 1e9
 
 
-def worst_call_ms(call: Callable[[Any], None], arguments: Iterator[Any]) -> float:
+def worst_call_s(call: Callable[[Any], None], arguments: Iterator[Any]) -> float:
     clock, worst = time.thread_time_ns, 0
     for argument in arguments:
         start = clock()
         call(argument)
         worst = max(worst, clock() - start)
-    return worst / 1e6
+    return worst / 1e9
 
 
 def measure(name: str, num_keys: int) -> dict[str, float]:
@@ -178,17 +180,18 @@ def measure(name: str, num_keys: int) -> dict[str, float]:
     keys = make_keys(0, num_keys)
     newcomers = iter(make_keys(num_keys, num_keys + num_keys // 2 + 20_000))
     subject = make_subject(name, num_keys)
-    result = {"gc_empty_ms": collect_ms()}
+    gc_empty_s = collect_s()
+    result: dict[str, float] = {}
     gc.disable()
     rss_before = rss_bytes()
-    result["insert_us"] = per_key_us(subject.insert, keys, 1)
+    result["insert_s"] = per_key_s(subject.insert, keys, 1)
     result["bytes_per_key"] = (rss_bytes() - rss_before) / num_keys
-    result["gc_full_ms"] = collect_ms()
+    result["gc_s"] = max(0.0, collect_s() - gc_empty_s)
 
     singles = [[key] for run in make_runs(keys, num_keys // 256, seed=1) for key in run]
-    result["hit_us"] = per_key_us(subject.hit, singles, 1)
+    result["hit_s"] = per_key_s(subject.hit, singles, 1)
     runs = list(make_runs(keys, num_keys // 256, seed=2))
-    result["hit_by_64_us"] = per_key_us(subject.hit, runs, RUN_KEYS)
+    result["hit_by_64_s"] = per_key_s(subject.hit, runs, RUN_KEYS)
 
     def cycle(batch: list[Key]) -> None:
         subject.evict(len(batch))
@@ -196,10 +199,10 @@ def measure(name: str, num_keys: int) -> dict[str, float]:
             subject.insert(key)
 
     few = num_keys // 10
-    result["evict_cycle_us"] = per_key_us(cycle, [[k] for k in islice(newcomers, few)], 1)
+    result["evict_cycle_s"] = per_key_s(cycle, [[k] for k in islice(newcomers, few)], 1)
     fresh = list(islice(newcomers, few))
     runs = [fresh[i : i + RUN_KEYS] for i in range(0, few - RUN_KEYS, RUN_KEYS)]
-    result["evict_cycle_by_64_us"] = per_key_us(cycle, runs, RUN_KEYS)
+    result["evict_cycle_by_64_s"] = per_key_s(cycle, runs, RUN_KEYS)
     result |= measure_worst(name, num_keys)
     return result
 
@@ -208,9 +211,9 @@ def measure_worst(name: str, num_keys: int) -> dict[str, float]:
     """The longest call of each kind on a policy that fills, is used, and turns over."""
     keys = make_keys(0, num_keys)
     subject = make_subject(name, num_keys)
-    result = {"worst_insert_ms": worst_call_ms(subject.insert, iter(keys))}
+    result = {"worst_insert_s": worst_call_s(subject.insert, iter(keys))}
     num_runs = num_keys * 5 // 4 // RUN_KEYS
-    result["worst_hit_64_ms"] = worst_call_ms(subject.hit, make_runs(keys, num_runs, seed=3))
+    result["worst_hit_64_s"] = worst_call_s(subject.hit, make_runs(keys, num_runs, seed=3))
     for key in reversed(keys):
         subject.hit([key])  # so that the last keys are the oldest
     subject.pin(keys[-(num_keys // PINNED_SHARE) :])
@@ -223,55 +226,74 @@ def measure_worst(name: str, num_keys: int) -> dict[str, float]:
     num_calls = 0
     while not evicted[0]:
         num_calls += 1
-        ms = worst_call_ms(evict, iter([1]))
-        result["first_evict_pinned_ms"] = max(ms, result.get("first_evict_pinned_ms", 0.0))
+        seconds = worst_call_s(evict, iter([1]))
+        result["first_evict_pinned_s"] = max(seconds, result.get("first_evict_pinned_s", 0.0))
     result["first_evict_num_calls"] = float(num_calls)
-    result["worst_evict_pinned_ms"] = worst_call_ms(evict, iter(range(NUM_PINNED_EVICTIONS)))
+    result["worst_evict_pinned_s"] = worst_call_s(evict, iter(range(NUM_PINNED_EVICTIONS)))
     return result
 
 
-def run_child(name: str, num_keys: int) -> dict[str, float]:
-    command = [sys.executable, __file__, "--child", name, str(num_keys)]
-    out = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(out.stdout.splitlines()[-1])
+ROWS = (
+    # what, cost, unit, scale, whether the least of all rounds counts
+    ("insert", "insert_s", "us/key", 1e6, False),
+    ("hit", "hit_s", "us/key", 1e6, False),
+    ("hit, 64 at once", "hit_by_64_s", "us/key", 1e6, False),
+    ("evict and insert", "evict_cycle_s", "us/key", 1e6, False),
+    ("evict and insert, 64 at once", "evict_cycle_by_64_s", "us/key", 1e6, False),
+    ("memory", "bytes_per_key", "B/key", 1.0, False),
+    ("worst insert", "worst_insert_s", "ms", 1e3, True),
+    ("worst hit of 64", "worst_hit_64_s", "ms", 1e3, True),
+    ("first eviction, 10 % pinned, worst call", "first_evict_pinned_s", "ms", 1e3, True),
+    ("later evictions, worst call", "worst_evict_pinned_s", "ms", 1e3, True),
+)
+ALONE = (
+    ("calls until the first eviction, 10 % pinned", "first_evict_num_calls", "calls", 1.0, False),
+    ("what a full garbage collection takes longer", "gc_s", "ms", 1e3, True),
+)
+POLICIES = ("lru", "arc")
 
 
-def summarize(row: str, values: list[float]) -> float:
-    """The median; of worst calls the least, because a stall of the policy's is in every run."""
-    return min(values) if row.endswith("_pinned_ms") or row.startswith("worst") else median(values)
+class Policies:
+    """The case."""
+
+    name = "policies"
+    about = "eviction policies at many keys, beside stock vLLM's"
+    rounds = 6
+
+    def rows(self, options: Options) -> Sequence[Row]:
+        del options
+        return [
+            Row(
+                f"{policy}: {what}",
+                (f"ours {policy}", cost),
+                (f"stock {policy}", cost) if is_paired else None,
+                unit=unit,
+                scale=scale,
+                best=best,
+            )
+            for policy in POLICIES
+            for rows, is_paired in ((ROWS, True), (ALONE, False))
+            for what, cost, unit, scale, best in rows
+        ]
+
+    @contextlib.contextmanager
+    def sides(self, options: Options) -> Iterator[Mapping[str, Side]]:
+        num_keys = min(options.chunks, 20_000) if options.quick else options.chunks
+        names = [f"{source} {policy}" for policy in POLICIES for source in ("ours", "stock")]
+        sides = {name: partial(_run, name, num_keys) for name in names}
+        control = f"ours {POLICIES[0]}"
+        yield {**sides, control + AGAIN: sides[control]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 1_000_000])
-    parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--no-stock", action="store_true", help="where vLLM is not installed")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child:
-        print(json.dumps(measure(args.child[0], int(args.child[1]))))
-        return
-    sources = ["ours"] if args.no_stock else ["ours", "stock"]
-    names = [f"{source}.{policy}" for policy in ("lru", "arc") for source in sources]
-    report: dict[str, Any] = {"python": platform.python_version(), "machine": platform.machine()}
-    for num_keys in args.sizes:
-        samples: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-        for rep in range(args.reps):
-            for name in names if rep % 2 == 0 else names[::-1]:
-                samples[name].append(run_child(name, num_keys))
-        rows = {
-            row: {name: summarize(row, [s[row] for s in samples[name]]) for name in names}
-            for row in samples[names[0]][0]
-        }
-        report[str(num_keys)] = rows
-        print(f"\n{num_keys:,} keys, median of {args.reps}")
-        print(f"{'':24}" + "".join(f"{name:>14}" for name in names))
-        for row, values in rows.items():
-            print(f"{row:24}" + "".join(f"{values[name]:14.2f}" for name in names), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+def _run(name: str, num_keys: int) -> dict[str, float]:
+    here = Path(__file__)
+    path = os.pathsep.join([str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+    command = [sys.executable, str(here), name, str(num_keys)]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
+    found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))
