@@ -46,8 +46,8 @@ def test_restore_while_another_decodes(
     read = after["read_bytes"] - before["read_bytes"]
     assert read >= loaded * LLAMA_CHUNK_BYTES, "the loads did not come from disk"
     assert read <= 1.1 * loaded * RECORD_BYTES + OTHER_READS
-    # Loose, for a busy machine; `bench/cases/first_token.py` compares properly. A restore that waits
-    # for its deadline fails both.
+    # Loose, for a busy machine; `bench/cases/first_token.py` compares properly. A restore that
+    # waits for its deadline fails both.
     assert outputs[1].loaded_s <= expected[1].first_token_s + 0.3, "waited longer than recompute"
     assert outputs[1].first_token_s <= 1.5 * expected[1].first_token_s + 0.3
     engine.close()
