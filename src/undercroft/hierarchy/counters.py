@@ -57,7 +57,8 @@ class Counters:
 
     lookup_hits: int = 0
     lookup_pending: int = 0
-    lookup_misses: Counter[str] = field(default_factory=Counter)
+    lookup_misses: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By (level, reason); what no level has is of the level ""."""
     hit_chunks: Counter[str] = field(default_factory=Counter)
     """Chunks that requests went on to load, by the level they came from."""
     hit_tokens: Counter[str] = field(default_factory=Counter)

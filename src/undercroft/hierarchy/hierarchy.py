@@ -176,23 +176,26 @@ class Hierarchy:
                 return self.lookup(key, request, walk_id)
             return self._lookup_filling(key, request, walk_id)
         if not self.levels:
-            self.counters.lookup_misses["absent"] += 1
+            self.counters.lookup_misses["", "absent"] += 1
             return Lookup.MISS
         return self._lookup_below(key, request, walk_id)
 
     def _expired(self, request: Request) -> bool:
         return request.deadline_s is not None and self._clock.now_s() >= request.deadline_s
 
-    def _miss(self, key: ChunkKey, request: Request, walk_id: object, reason: str) -> Lookup:
-        self.counters.lookup_misses[reason] += 1
-        if reason != "absent":
-            self.counters.note(LEVEL_0, "missed", reason, key)
+    def _miss(
+        self, key: ChunkKey, request: Request, walk_id: object, level: str, reason: str
+    ) -> Lookup:
+        self.counters.lookup_misses[level, reason] += 1
+        if level:
+            self.counters.note(level, "missed", reason, key)
         request.walk(walk_id).note(key, Answer.MISS)
         return Lookup.MISS
 
     def _lookup_filling(self, key: ChunkKey, request: Request, walk_id: object) -> Lookup:
         if request.denies(key, walk_id) or self._expired(request):
-            return self._miss(key, request, walk_id, "deadline")
+            level = self.restores.source_of(key) or LEVEL_0
+            return self._miss(key, request, walk_id, level, "deadline")
         self.restores.join(key, request)
         self.restores.want(request, self._clock.now_s())
         request.walk(walk_id).note(key, Answer.COMING)
@@ -200,14 +203,17 @@ class Hierarchy:
         return Lookup.PENDING
 
     def _lookup_below(self, key: ChunkKey, request: Request, walk_id: object) -> Lookup:
+        if key in request.failed_reads:
+            return self._miss(key, request, walk_id, *request.failed_reads[key])
+        level = self.restores.level_with(key)
+        if level is None:
+            return self._miss(key, request, walk_id, *self.restores.why_absent(key))
         if request.denies(key, walk_id):
-            return self._miss(key, request, walk_id, "not_restored")
-        if self.restores.level_with(key) is None:
-            return self._miss(key, request, walk_id, "absent")
+            return self._miss(key, request, walk_id, level.name, "not_restored")
         if key in request.promoted:
-            return self._miss(key, request, walk_id, "evicted_again")
+            return self._miss(key, request, walk_id, level.name, "evicted_again")
         if self._expired(request):
-            return self._miss(key, request, walk_id, "deadline")
+            return self._miss(key, request, walk_id, level.name, "deadline")
         self.restores.want(request, self._clock.now_s())
         request.walk(walk_id).note(key, Answer.BELOW)
         self.counters.lookup_pending += 1

@@ -36,7 +36,11 @@ __all__ = [
 
 PREFIX = "vllm:undercroft_"
 
-MISS_REASONS = ("absent", "deadline", "evicted_again", "not_restored")
+MISS_REASONS = {
+    "": ("absent",),
+    LEVEL_0: ("deadline",),
+    "below": ("deadline", "evicted_again", "not_restored", "read_failed", "unavailable"),
+}
 DECLINE_REASONS = {
     LEVEL_0: ("before_reset", "full", "not_admitted"),
     "below": (
@@ -55,6 +59,7 @@ DROP_REASONS = {
         "corrupt",
         "formattoonew",
         "full",
+        "given_up",
         "timeout",
         "unavailable",
         "vanished",
@@ -69,7 +74,7 @@ _SECONDS = (
 
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "lookups": ("Lookups of one chunk, by answer.", ("result",)),
-    "lookup_misses": ("Lookups answered MISS, by reason.", ("reason",)),
+    "lookup_misses": ("Lookups answered MISS, by where and why.", ("level", "reason")),
     "hit_chunks": ("Chunks that requests went on to load, by where they were.", ("level",)),
     "hit_tokens": ("Prompt tokens not computed because of them.", ("level",)),
     "saved_prefill_seconds": (
@@ -171,8 +176,8 @@ def _counters(hierarchy: Hierarchy) -> Iterator[_Reading]:
     yield "lookups", ("miss",), counters.lookup_misses.total()
     for name in _PLAIN:
         yield name, (), getattr(counters, name)
-    for reason, count in counters.lookup_misses.items():
-        yield "lookup_misses", (reason,), count
+    for labels, count in counters.lookup_misses.items():
+        yield "lookup_misses", labels, count
     for name in _BY_LEVEL:
         totals: Mapping[str, float] = getattr(counters, name)
         for level, total in totals.items():
@@ -192,11 +197,12 @@ def _counters(hierarchy: Hierarchy) -> Iterator[_Reading]:
 def _zeros(hierarchy: Hierarchy) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Every counter that may come to be: a rate sees a first event only if there was a zero."""
     yield from (("lookups", (result,)) for result in _RESULTS)
-    yield from (("lookup_misses", (reason,)) for reason in MISS_REASONS)
+    yield from (("lookup_misses", ("", reason)) for reason in MISS_REASONS[""])
     yield from ((name, ()) for name in _PLAIN)
     levels = [level.name for level in hierarchy.levels]
     for level in (LEVEL_0, *levels):
         place = LEVEL_0 if level == LEVEL_0 else "below"
+        yield from (("lookup_misses", (level, reason)) for reason in MISS_REASONS[place])
         yield from (("dropped_chunks", (level, reason)) for reason in DROP_REASONS[place])
         yield from (("declined_chunks", (level, reason)) for reason in DECLINE_REASONS[place])
         for name in ("hit_chunks", "hit_tokens", "saved_prefill_seconds", "evicted_chunks"):
