@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Reversible, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from undercroft.admission.base import Admission
 from undercroft.hierarchy.slots import Slots, SlotState
 from undercroft.key_table import SHARD_SHIFT, KeyTable
 from undercroft.keys import ChunkKey
-from undercroft.policies.base import EvictionPolicy
+from undercroft.policies.base import EvictionPolicy, InRuns
 
 __all__ = ["Pool"]
 
@@ -20,6 +21,8 @@ _READY, _FRESH = int(SlotState.READY), int(SlotState.FRESH)
 _MAX_SKIPPED = 512
 """Pinned keys one search for a victim may pass over; keeps a single call short. They are moved out
 of the way, so the next search goes on behind them."""
+_MAX_RUNS = 2048
+"""Runs of keys that it looks at further on, when it found nothing but pinned ones before."""
 _MAX_RECLAIMED = 64
 """Extents that one call may take from other size classes."""
 
@@ -251,7 +254,32 @@ class Pool:
         for key in skipped:
             policy.on_hit(key)
         self._leave(victims, policy)
+        if len(skipped) == _MAX_SKIPPED and len(victims) < count:
+            freed += self._evict_beyond(policy, count - len(victims), keep)
         slots.recycle(freed)
+        return freed
+
+    def _evict_beyond(
+        self, policy: EvictionPolicy, count: int, keep: Container[ChunkKey]
+    ) -> list[int]:
+        """Evict from further on, where pinned keys are the oldest: a run of them at a stride."""
+        if not isinstance(policy, InRuns):
+            return []
+        shards, pins = self.table.shards, self.slots.pins
+        victims: list[ChunkKey] = []
+        freed: list[int] = []
+        for run in islice(policy.runs(), _MAX_RUNS):
+            for key in run:
+                slot = shards[hash(key) >> SHARD_SHIFT][key]
+                if pins[slot] or key in keep:
+                    break
+                victims.append(key)
+                freed.append(slot)
+                if len(victims) == count:
+                    break
+            if len(victims) == count:
+                break
+        self._leave(victims, policy)
         return freed
 
     def _leave(self, victims: Sequence[ChunkKey], policy: EvictionPolicy) -> None:

@@ -179,6 +179,13 @@ class KeyQueue:
             yield from self._segments[index]
             index = self._store.next[index]
 
+    def runs(self) -> Iterator[Iterator[ChunkKey]]:
+        """The keys in runs of at most `SEGMENT_KEYS`, as lazily."""
+        index = self._head
+        while index >= 0:
+            yield iter(self._segments[index])
+            index = self._store.next[index]
+
     def _open(self) -> dict[ChunkKey, None]:
         """Append a segment, having joined a few old ones."""
         for _ in range(VISITS_PER_SEGMENT):
