@@ -135,7 +135,7 @@ def test_residency_is_not_pins(prometheus):
         rig.run(prompt(1, 320))
         observe_all(made, rig)
         assert read("vllm:undercroft_residency_ratio", level="host") == 1.0
-        assert read("vllm:undercroft_pinned_chunks") == 0.0
+        assert read("vllm:undercroft_pinned_chunks", level="host") == 0.0
         assert read("vllm:undercroft_capacity_bytes", level="host") == 80 << 10
 
 
@@ -148,7 +148,7 @@ def test_pins_are_seen_while_a_load_is_under_way(prometheus):
         rig.submit(prompt(1, 160))
         rig.step()
         observe_all(made, rig)
-        assert read("vllm:undercroft_pinned_chunks") == 10
+        assert read("vllm:undercroft_pinned_chunks", level="host") == 10
         rig.hold_acks = False
         rig.settle()
 

@@ -107,7 +107,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "resident_bytes": ("Bytes of a level that hold chunks.", ("level",)),
     "capacity_bytes": ("Bytes a level may hold.", ("level",)),
     "residency_ratio": ("Resident bytes over capacity, 0 to 1.", ("level",)),
-    "pinned_chunks": ("Chunks of host memory that may not be evicted now.", ()),
+    "pinned_chunks": ("Chunks of a level that may not be evicted now.", ("level",)),
     "waiting_restores": ("Requests that wait for chunks of a lower level.", ()),
     "moving_chunks": ("Chunks on their way to or from a lower level.", ()),
     "waiting_chunks": ("Chunks whose turn to be copied down to a level has not come.", ("level",)),
@@ -218,7 +218,7 @@ def _gauges(hierarchy: Hierarchy, pace: Pace) -> Iterator[_Reading]:
     yield "is_on", (), 1
     used, capacity = hierarchy.pool.residency()
     yield from _room(LEVEL_0, used, capacity)
-    yield "pinned_chunks", (), hierarchy.pool.slots.num_pinned
+    yield "pinned_chunks", (LEVEL_0,), hierarchy.pool.slots.num_pinned
     yield "waiting_restores", (), hierarchy.restores.num_waiting
     yield "moving_chunks", (), len(hierarchy.restores) + len(hierarchy.cascade)
     if (seconds_per_token := pace.seconds_per_token) is not None:
