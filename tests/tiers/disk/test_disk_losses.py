@@ -2,7 +2,6 @@
 
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,31 +57,26 @@ def test_a_share_that_shrinks(tmp_path: Path) -> None:
     tier.close()
 
 
-def unlink_one(path: Path) -> None:
-    slab = max(files(path, ".slab"), key=lambda p: p.stat().st_size)
-    slab.unlink()
+@pytest.mark.parametrize("is_all", [False, True])
+def test_files_that_are_removed_under_a_running_tier(tmp_path: Path, is_all: bool) -> None:
+    """What comes back when the rest is opened anew is not lost; the others vanished.
 
-
-def unlink_all(path: Path) -> None:
-    shutil.rmtree(path / "undercroft-v1")
-
-
-@pytest.mark.parametrize("harm", [unlink_one, unlink_all])
-def test_files_that_are_removed_under_a_running_tier(
-    tmp_path: Path, harm: Callable[[Path], None]
-) -> None:
-    """What comes back when the rest is opened anew is not lost; the others vanished."""
+    Not if the epoch went with them: that is a reset, and is told as one.
+    """
     tier = disk(tmp_path, flush_interval_s=0.0)
-    before = fill(tier)
-    harm(tmp_path)
+    before, epoch = fill(tier), tier.epoch()
+    if is_all:
+        shutil.rmtree(tmp_path / "undercroft-v1")
+    else:
+        max(files(tmp_path, ".slab"), key=lambda p: p.stat().st_size).unlink()
     tier.refresh()
     assert lost(tier) == {}, "not known yet: it may come back"
     time.sleep(0.11)  # "full, as it was a moment ago" is over
     put(tier, max(NUMBERS))
     gone = before - held(tier)
     assert gone
-    assert (harm is unlink_all) == (gone == before)
-    assert lost(tier) == dict.fromkeys(gone, "vanished")
+    assert is_all == (gone == before) == (tier.epoch() > epoch)
+    assert lost(tier) == ({} if is_all else dict.fromkeys(gone, "vanished"))
     assert all(right(tier, number) for number in before - gone)
     tier.close()
 
