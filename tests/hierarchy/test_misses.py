@@ -80,7 +80,7 @@ def test_what_nobody_has_is_of_no_level(below: Callable[..., World], told: Told)
     """`absent` names no level and is not noted: the store shows it by itself."""
     world = below(far_with_keys())
     world.engine.run([chunk_key("never stored")])
-    assert misses(world) == {("", "absent"): 1}
+    assert misses(world) == {("none", "absent"): 1}
     assert told == []
 
 
@@ -142,7 +142,7 @@ def test_a_level_that_is_down_is_named(below: Callable[..., World], told: Told) 
     assert misses(world) == {
         ("far", "read_failed"): 1,
         ("far", "unavailable"): 1,
-        ("", "absent"): 1,
+        ("none", "absent"): 1,
     }
     assert told == [("far", "unavailable")]
 

@@ -63,9 +63,9 @@ def test_what_the_same_call_wants_to_keep_stays() -> None:
 
 def test_one_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many strides and no more: a call stays short, and the next one gets further."""
-    monkeypatch.setattr("undercroft.hierarchy.pool._MAX_RUNS", 3)
+    monkeypatch.setattr("undercroft.hierarchy.pool._WALKS", ((1, 3),))
     pool, _, evicted = filled(Lru)
-    answers = [len(pool.allocate([chunk_key(f"new{number}")])) for number in range(40)]
+    answers = [len(pool.allocate([chunk_key(f"new{number}")])) for number in range(80)]
     assert answers[0] == 0
     assert answers[-20:] == [1] * 20
     assert len(evicted) == sum(answers)

@@ -85,14 +85,13 @@ class Reading:
 
         Args:
             name: Without the prefix.
-            labels: What has to be equal, a label that is missing being empty; other labels may be
-                anything.
+            labels: What has to be equal; other labels may be anything.
             combine: How several engines become one number: `sum`, `min`, `max`.
         """
         found = [
             s.value
             for s in self._samples
-            if s.name == name and all(s.labels.get(k, "") == v for k, v in labels.items())
+            if s.name == name and all(s.labels.get(k) == v for k, v in labels.items())
         ]
         return combine(found) if found else None
 

@@ -28,6 +28,7 @@ __all__ = ["LevelView", "MissView", "View", "add_parser", "draw", "fetch", "run"
 _PREFIX = "vllm:undercroft_"
 _DEFAULT_URL = "http://127.0.0.1:8000/metrics"
 _HOST = "host"
+_NO_LEVEL = "none"
 _DEADLINE_S = 5.0
 _MAX_PAGE_BYTES = 64 << 20
 _BAR_CELLS = 20
@@ -68,7 +69,7 @@ class MissView:
     """Lookups that missed in one way.
 
     Args:
-        level: Where; empty if no level has the chunk.
+        level: Where; `none` if no level has the chunk.
         reason: As in the metrics.
         num_misses: How many.
     """
@@ -268,7 +269,7 @@ def _level(name: str, now: Reading, before: Reading | None, interval_s: float | 
 def _misses(now: Reading, before: Reading | None) -> tuple[MissView, ...]:
     name = "lookup_misses_total"
     found = []
-    for level in dict.fromkeys(["", *now.values_of(name, "level")]):
+    for level in now.values_of(name, "level"):
         for reason in now.values_of(name, "reason"):
             grown = now.grown(name, before, {"level": level, "reason": reason})
             if grown:
@@ -361,10 +362,8 @@ def _count(value: float | None) -> str:
 
 
 def _misses_text(view: View) -> str:
-    shown = ", ".join(
-        f"{_count(miss.num_misses)} {miss.reason}{f' ({miss.level})' if miss.level else ''}"
-        for miss in view.misses
-    )
+    told = ((miss, "" if miss.level == _NO_LEVEL else f" ({miss.level})") for miss in view.misses)
+    shown = ", ".join(f"{_count(miss.num_misses)} {miss.reason}{where}" for miss, where in told)
     return f"; misses: {shown}" if shown else ""
 
 

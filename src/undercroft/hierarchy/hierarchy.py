@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from undercroft.clock import Clock
 from undercroft.hierarchy.ahead import Ahead
 from undercroft.hierarchy.cascade import Cascade
-from undercroft.hierarchy.counters import Counters
+from undercroft.hierarchy.counters import NO_LEVEL, Counters
 from undercroft.hierarchy.events import LevelEvents
 from undercroft.hierarchy.fresh import Fresh
 from undercroft.hierarchy.level import Level
@@ -176,7 +176,7 @@ class Hierarchy:
                 return self.lookup(key, request, walk_id)
             return self._lookup_filling(key, request, walk_id)
         if not self.levels:
-            self.counters.lookup_misses["", "absent"] += 1
+            self.counters.lookup_misses[NO_LEVEL, "absent"] += 1
             return Lookup.MISS
         return self._lookup_below(key, request, walk_id)
 
@@ -187,7 +187,7 @@ class Hierarchy:
         self, key: ChunkKey, request: Request, walk_id: object, level: str, reason: str
     ) -> Lookup:
         self.counters.lookup_misses[level, reason] += 1
-        if level:
+        if reason != "absent":
             self.counters.note(level, "missed", reason, key)
         request.walk(walk_id).note(key, Answer.MISS)
         return Lookup.MISS

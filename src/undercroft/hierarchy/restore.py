@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from undercroft.errors import TierTimeout
-from undercroft.hierarchy.counters import Counters
+from undercroft.hierarchy.counters import NO_LEVEL, Counters
 from undercroft.hierarchy.cut import (
     common_end,
     cut_at,
@@ -118,7 +118,7 @@ class Restores:
             for level in self._levels:
                 if not level.usable and level.has(key):
                     return level.name, "unavailable"
-        return "", "absent"
+        return NO_LEVEL, "absent"
 
     def source_of(self, key: ChunkKey) -> str:
         """The level that a chunk is being read from; empty if it is not."""

@@ -52,10 +52,13 @@ class EvictionPolicy(Protocol):
 class InRuns(Protocol):
     """A policy that can be looked through in long strides, past many pinned keys at once."""
 
-    def runs(self) -> Iterator[Iterator[ChunkKey]]:
+    def runs(self, stride: int = 1) -> Iterator[Iterator[ChunkKey]]:
         """Residents in the order of `victims`, or nearly, cut into runs of some hundred.
 
-        As lazy, and to step over a run costs as little as to take its first key: the caller does so
+        As lazy; to step over a run costs as little as to take its first key. The caller does so
         when that key is pinned.
+
+        Args:
+            stride: Leave all out but every nth; those cost hardly anything.
         """
         ...

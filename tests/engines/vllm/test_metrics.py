@@ -101,8 +101,8 @@ def test_a_life_of_metrics_through_prometheus(prometheus, tmp_path):
         assert read(total("lookups"), result="hit") == counters.lookup_hits > 0
         assert read(total("lookups"), result="miss") == counters.lookup_misses.total() > 0
         assert (
-            read(total("lookup_misses"), level="", reason="absent")
-            == (counters.lookup_misses["", "absent"])
+            read(total("lookup_misses"), level="none", reason="absent")
+            == (counters.lookup_misses["none", "absent"])
         )
         for name in ("stored_chunks", "stored_bytes", "loaded_chunks", "loaded_bytes"):
             assert read(total(name)) == getattr(counters, name) > 0, name
@@ -211,8 +211,8 @@ def reasons_in_the_source():
     folders = (source / "hierarchy", source / "engines" / "vllm")
     text = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     misses = set(re.findall(r'_miss\([^)]*"(\w+)"\)', text))
-    misses |= set(re.findall(r'lookup_misses\["", "(\w+)"\]', text))
-    misses |= set(re.findall(r'return (?:level\.name|""), "(\w+)"', text))
+    misses |= set(re.findall(r'lookup_misses\[NO_LEVEL, "(\w+)"\]', text))
+    misses |= set(re.findall(r'return (?:level\.name|NO_LEVEL), "(\w+)"', text))
     for pair in re.findall(r'why = \(level\.name, "(\w+)" if .* else "(\w+)"\)', text):
         misses |= set(pair)
     declined = set(re.findall(r'_decline\("(\w+)"', text))
@@ -244,7 +244,7 @@ def test_a_counter_is_there_before_it_counts(prometheus, tmp_path):
         rig.step()
         observe_all(made, rig)
         total = "vllm:undercroft_{}_total".format
-        for place, level in (("", ""), ("host", "host"), ("below", "nvme")):
+        for place, level in (("none", "none"), ("host", "host"), ("below", "nvme")):
             for reason in MISS_REASONS[place]:
                 assert read(total("lookup_misses"), level=level, reason=reason) == 0
         for reason in DROP_REASONS["below"]:

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
 
 from undercroft.engines.vllm.tally import Pace
 from undercroft.hierarchy.breaker import BreakerState
-from undercroft.hierarchy.counters import Counters, Samples
+from undercroft.hierarchy.counters import NO_LEVEL, Counters, Samples
 from undercroft.hierarchy.hierarchy import LEVEL_0, Hierarchy
 from undercroft.hierarchy.level import Level
 from undercroft.tiers.base import Bounded
@@ -37,7 +37,7 @@ __all__ = [
 PREFIX = "vllm:undercroft_"
 
 MISS_REASONS = {
-    "": ("absent",),
+    NO_LEVEL: ("absent",),
     LEVEL_0: ("deadline",),
     "below": ("deadline", "evicted_again", "not_restored", "read_failed", "unavailable"),
 }
@@ -197,7 +197,7 @@ def _counters(hierarchy: Hierarchy) -> Iterator[_Reading]:
 def _zeros(hierarchy: Hierarchy) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Every counter that may come to be: a rate sees a first event only if there was a zero."""
     yield from (("lookups", (result,)) for result in _RESULTS)
-    yield from (("lookup_misses", ("", reason)) for reason in MISS_REASONS[""])
+    yield from (("lookup_misses", (NO_LEVEL, reason)) for reason in MISS_REASONS[NO_LEVEL])
     yield from ((name, ()) for name in _PLAIN)
     levels = [level.name for level in hierarchy.levels]
     for level in (LEVEL_0, *levels):
