@@ -9,7 +9,8 @@ from rig import running
 from shapes import Group, prompt
 
 from undercroft.cli.main import main
-from undercroft.engines.vllm import spec
+from undercroft.engines.vllm import preview, spec
+from undercroft.engines.vllm.facts import model_facts
 from undercroft.keys import first_difference
 
 HOST = {"host": "1MiB"}
@@ -27,6 +28,50 @@ def found_by(extra, engine_id, **changes):
     """Tokens that an engine, started anew, finds of the one prompt that all of them ask."""
     with running(extra, engine_id=engine_id, **changes) as rig:
         return rig.run(prompt(1, 160)).num_hit_tokens, namespace_of(rig)
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 8192,
+    "dtype": "bfloat16",
+}
+LEAVE_IT = {
+    "memory": ["--gpu-memory-utilization", "0.5"],
+    "seed": ["--seed", "3"],
+    "eager": ["--enforce-eager"],
+    "batching": ["--max-num-batched-tokens", "2048", "--max-num-seqs", "7"],
+    "names": ["--served-model-name", "x", "--port", "9"],
+    "longest prompt": ["--max-model-len", "4096"],
+}
+CHANGE_IT = {
+    "dtype": ["--dtype", "float16"],
+    "KV dtype": ["--kv-cache-dtype", "fp8"],
+    "quantization": ["--quantization", "fp8"],
+    "revision": ["--revision", "abc"],
+    "overrides": ["--hf-overrides", '{"sliding_window": 128}'],
+    "backend": ["--attention-backend", "CPU_ATTN"],
+    "hashes": ["--prefix-caching-hash-algo", "xxhash"],
+    "random weights": ["--load-format", "dummy"],
+}
+
+
+def test_which_options_of_vllm_leave_the_cache_valid(tmp_path):
+    """Through vLLM's own parser and configuration: what it then says of the model's bytes."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+
+    def facts(words=()):
+        return model_facts(preview._config([str(tmp_path), *words]))
+
+    plain = facts()
+    assert [name for name, words in LEAVE_IT.items() if facts(words) != plain] == []
+    assert [name for name, words in CHANGE_IT.items() if facts(words) == plain] == []
 
 
 @pytest.mark.parametrize("other", ["0.33.0", "0.32.1"])
