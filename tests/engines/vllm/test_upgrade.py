@@ -135,7 +135,7 @@ def test_stock_keys_and_ours_mean_the_same_chunks(tmp_path):
     """A folder that was named in stock's words is found when it is named in ours."""
     stock = {
         "cpu_bytes_to_use": 1 << 20,
-        "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}],
+        "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path), "capacity": "64MiB"}],
     }
     assert found_by(stock, "one")[0] == 0
     assert found_by(disk(tmp_path), "two")[0] == 160
@@ -146,7 +146,7 @@ def test_what_stock_stored_is_left_alone(tmp_path, capsys):
     theirs = tmp_path / "org-model_0123456789ab" / "00" / "chunk.bin"
     theirs.parent.mkdir(parents=True)
     theirs.write_bytes(b"s" * 100_000)
-    stock = {"type": "fs", "root_dir": str(tmp_path)}
+    stock = {"type": "fs", "root_dir": str(tmp_path), "capacity": "64MiB"}
     found_by({"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [stock]}, "one")
     assert main(["du", "--path", str(tmp_path), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
