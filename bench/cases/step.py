@@ -261,32 +261,17 @@ class Step:
         del options
         rows = [
             Row(
-                f"step without the model, {which}",
+                f"step without the model, {which}, beside {what}",
                 ("busy", which),
-                ("idle", which),
+                (base, which),
                 unit="ms",
                 scale=1e3,
-                goals=[Goal(least=1 / 1.10)] if which == "p99" else [],
+                goals=[Goal(round(1 / 1.10, 2))] if (base, which) == ("asleep", "p99") else [],
             )
-            for which in ("p50", "p99")
-        ]
-        rows += [
-            Row(
-                f"the same, beside another process's, {which}",
-                ("busy", which),
-                ("elsewhere", which),
-                unit="ms",
-                scale=1e3,
-            )
-            for which in ("p50", "p99")
-        ]
-        rows += [
-            Row(
-                f"the same work, its movers asleep, {which}",
-                ("busy", which),
-                ("asleep", which),
-                unit="ms",
-                scale=1e3,
+            for base, what in (
+                ("asleep", "the same work, nothing moved"),
+                ("elsewhere", "the same traffic of another process"),
+                ("idle", "nothing to do"),
             )
             for which in ("p50", "p99")
         ]
