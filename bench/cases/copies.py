@@ -10,19 +10,28 @@ numpy copy of page-sized pieces that nearly touch: the best that rows of this si
 from __future__ import annotations
 
 import contextlib
+import mmap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from harness import AGAIN, Goal, Options, Row, Side
 from undercroft.engines.vllm.copy import Span, copy_pages
 from undercroft.layout.plan import GroupGeometry, PageRef, TensorGeometry, fragments, place
 
-PAGE_KIBS = (2, 16, 64, 256)
+PAGE_KIBS = (2, 4, 8, 16, 64)
 NUM_LAYERS = 24
 OS_PAGE = 4096
+
+
+def _memory(num_bytes: int, kind: int) -> NDArray[np.uint8]:
+    """Small pages, as torch's memory and a region's file have them; numpy takes huge ones."""
+    memory = np.frombuffer(mmap.mmap(-1, num_bytes, kind | mmap.MAP_ANONYMOUS), np.uint8)
+    memory[:] = 1
+    return memory
 
 
 def _case(page_bytes: int, total_bytes: int, layers: int, *, aged: bool) -> dict[str, Callable]:
@@ -31,8 +40,8 @@ def _case(page_bytes: int, total_bytes: int, layers: int, *, aged: bool) -> dict
     num_blocks = 2 * num_chunks + 37  # no power of two: tensors do not evict each other
     group = GroupGeometry(tuple(PageRef(layer, page_bytes) for layer in range(layers)), 1)
     slot_bytes = -(-group.payload_bytes // OS_PAGE) * OS_PAGE
-    engine = np.ones(num_blocks * page_bytes * layers, np.uint8)
-    region = np.ones(num_blocks * slot_bytes, np.uint8)
+    engine = _memory(num_blocks * page_bytes * layers, mmap.MAP_PRIVATE)
+    region = _memory(num_blocks * slot_bytes, mmap.MAP_SHARED)
     tensors = [
         TensorGeometry(layer * num_blocks * page_bytes, page_bytes, num_blocks, page_bytes)
         for layer in range(layers)
@@ -64,9 +73,7 @@ def _case(page_bytes: int, total_bytes: int, layers: int, *, aged: bool) -> dict
         region[:moved] = engine[:moved]
 
     gap = page_bytes + 64
-    into, origin = (
-        span.rows(0, moved // gap, gap, page_bytes) for span in (region_span, engine_span)
-    )
+    into, origin = (span.rows(page_bytes)[0:moved:gap] for span in (region_span, engine_span))
 
     def pieces() -> None:
         into[...] = origin

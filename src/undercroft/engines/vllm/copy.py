@@ -54,13 +54,13 @@ class Span:
         """The memory of a contiguous array."""
         return cls(array.ctypes.data, array.nbytes, (array,))
 
-    def rows(self, offset: int, num_rows: int, step: int, row_bytes: int) -> NDArray[np.void]:
-        """Rows of opaque bytes, `step` bytes apart, which may be negative."""
-        return np.ndarray((num_rows,), f"V{row_bytes}", self.buffer, offset, (step,))
+    def rows(self, row_bytes: int) -> NDArray[np.void]:
+        """A row of opaque bytes at every offset: element `i` starts at byte `i`.
 
-    def everywhere(self, row_bytes: int) -> NDArray[np.void]:
-        """A row of opaque bytes at every offset: element `i` starts at byte `i`."""
-        return self.rows(0, self.num_bytes - row_bytes + 1, 1, row_bytes)
+        Rows that are evenly spaced are a slice of it, which numpy makes sooner than a new array.
+        """
+        count = self.num_bytes - row_bytes + 1
+        return np.ndarray((count,), f"V{row_bytes}", self.buffer, 0, (1,))
 
 
 def copy_pages(
@@ -150,30 +150,38 @@ def _run_starts(turns: Offsets) -> list[int]:
 def _copy_runs(
     target: Span, to: Offsets, source: Span, of: Offsets, page_bytes: int, starts: list[int]
 ) -> Iterator[int]:
-    step_rows = max(1, STEP_BYTES // page_bytes)
-    bounds = [*starts, to.size]
+    into, origin = target.rows(page_bytes), source.rows(page_bytes)
+    most = max(1, STEP_BYTES // page_bytes)
+    cuts = [row for run in pairwise([*starts, to.size]) for row in range(*run, most)]
+    lengths = np.diff(cuts, append=to.size)
     copied = 0
-    for start, end in pairwise(bounds):
-        for row in range(start, end, step_rows):
-            num_rows = min(end - row, step_rows)
-            to_start, of_start = int(to[row]), int(of[row])
-            to_step = int(to[row + 1]) - to_start if num_rows > 1 else page_bytes
-            of_step = int(of[row + 1]) - of_start if num_rows > 1 else page_bytes
-            into = target.rows(to_start, num_rows, to_step, page_bytes)
-            into[...] = source.rows(of_start, num_rows, of_step, page_bytes)
-            copied += num_rows * page_bytes
-            if copied >= STEP_BYTES:
-                yield copied
-                copied = 0
+    for length, there, here in zip(
+        lengths.tolist(), _slices(to, cuts, lengths), _slices(of, cuts, lengths), strict=True
+    ):
+        into[there] = origin[here]
+        copied += length * page_bytes
+        if copied >= STEP_BYTES:
+            yield copied
+            copied = 0
     if copied:
         yield copied
+
+
+def _slices(offsets: Offsets, starts: list[int], lengths: Offsets) -> Iterator[slice]:
+    """Of `Span.rows`, the rows of each run; only the first one if all are the same."""
+    firsts = offsets[starts]
+    steps = offsets[starts + (lengths > 1)] - firsts
+    counts = np.where(steps != 0, lengths, 1)
+    steps = np.where(counts > 1, steps, 1)
+    stops = [None if stop < 0 else stop for stop in (firsts + counts * steps).tolist()]
+    return map(slice, firsts.tolist(), stops, steps.tolist())
 
 
 def _copy_tiles(
     target: Span, to: Offsets, source: Span, of: Offsets, page_bytes: int
 ) -> Iterator[int]:
     tile_rows = max(1, _TILE_BYTES // page_bytes)
-    into, origin = target.everywhere(page_bytes), source.everywhere(page_bytes)
+    into, origin = target.rows(page_bytes), source.rows(page_bytes)
     copied = 0
     for row in range(0, to.size, tile_rows):
         tile = slice(row, row + tile_rows)
