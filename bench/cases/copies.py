@@ -2,7 +2,8 @@
 
 For each page size: store (engine to slots) and load (slots to engine) of chunks of one block and 24
 layers, each layer in a tensor of its own. `fresh`: consecutive blocks and slots, as in a young
-engine; `aged`: blocks and slots in random order. Processor time of the one thread that copies. The
+engine; `aged`: blocks and slots in random order. The engine's memory is torch's, the slots' is shared:
+small memory pages both, where numpy would ask for huge ones, and pages at other offsets in them. Processor time of the one thread that copies. The
 base is a contiguous memcpy of as many bytes between the same buffers; the ceiling, `pieces`, is one
 numpy copy of page-sized pieces that nearly touch: the best that rows of this size can do.
 """
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from harness import AGAIN, Goal, Options, Row, Side
@@ -27,11 +29,14 @@ NUM_LAYERS = 24
 OS_PAGE = 4096
 
 
-def _memory(num_bytes: int, kind: int) -> NDArray[np.uint8]:
-    """Small pages, as torch's memory and a region's file have them; numpy takes huge ones."""
-    memory = np.frombuffer(mmap.mmap(-1, num_bytes, kind | mmap.MAP_ANONYMOUS), np.uint8)
-    memory[:] = 1
-    return memory
+def _engine_memory(num_bytes: int) -> NDArray[np.uint8]:
+    return torch.ones(num_bytes, dtype=torch.uint8).numpy()
+
+
+def _region_memory(num_bytes: int) -> NDArray[np.uint8]:
+    region = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+    region[:] = 1
+    return region
 
 
 def _case(page_bytes: int, total_bytes: int, layers: int, *, aged: bool) -> dict[str, Callable]:
@@ -40,8 +45,8 @@ def _case(page_bytes: int, total_bytes: int, layers: int, *, aged: bool) -> dict
     num_blocks = 2 * num_chunks + 37  # no power of two: tensors do not evict each other
     group = GroupGeometry(tuple(PageRef(layer, page_bytes) for layer in range(layers)), 1)
     slot_bytes = -(-group.payload_bytes // OS_PAGE) * OS_PAGE
-    engine = _memory(num_blocks * page_bytes * layers, mmap.MAP_PRIVATE)
-    region = _memory(num_blocks * slot_bytes, mmap.MAP_SHARED)
+    engine = _engine_memory(num_blocks * page_bytes * layers)
+    region = _region_memory(num_blocks * slot_bytes)
     tensors = [
         TensorGeometry(layer * num_blocks * page_bytes, page_bytes, num_blocks, page_bytes)
         for layer in range(layers)

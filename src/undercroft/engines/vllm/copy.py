@@ -96,7 +96,7 @@ def copy_pages(
     best = min(range(len(turns)), key=lambda index: turns[index].size)
     to, of = orders[best]
     has_runs = turns[best].size <= to.size // 2
-    starts = _run_starts(turns[best]) if has_runs else list(range(to.size))
+    starts = _run_starts(turns[best]) if has_runs else np.arange(to.size)
     if to.size * page_bytes >= _MIN_RUN_BYTES * len(starts):
         yield from _copy_runs(target, to, source, of, page_bytes, starts)
     else:
@@ -137,28 +137,33 @@ def _turns(to: Offsets, of: Offsets) -> Offsets:
     return np.flatnonzero((np.diff(to_steps) != 0) | (np.diff(of_steps) != 0)) + 1
 
 
-def _run_starts(turns: Offsets) -> list[int]:
+def _run_starts(turns: Offsets) -> Offsets:
     """Starts of runs in which both sides advance evenly; greedy, so at most twice the fewest."""
+    # A run ends at a turn, and the odd step leads to the start of the next one: another turn.
+    ends, nexts = turns[::2], turns[1::2]
+    if len(ends) == len(nexts) and np.array_equal(ends + 1, nexts):
+        return np.concatenate([[0], nexts])
     starts = [0]
     for turn in turns.tolist():
-        # A run ends at a turn, and the odd step leads to the start of the next one.
         if turn > starts[-1]:
             starts.append(turn + 1)
-    return starts
+    return np.array(starts, np.int64)
 
 
 def _copy_runs(
-    target: Span, to: Offsets, source: Span, of: Offsets, page_bytes: int, starts: list[int]
+    target: Span, to: Offsets, source: Span, of: Offsets, page_bytes: int, starts: Offsets
 ) -> Iterator[int]:
     into, origin = target.rows(page_bytes), source.rows(page_bytes)
     most = max(1, STEP_BYTES // page_bytes)
-    cuts = [row for run in pairwise([*starts, to.size]) for row in range(*run, most)]
-    lengths = np.diff(cuts, append=to.size)
+    lengths = np.diff(starts, append=to.size)
+    if lengths.max() > most:
+        runs = pairwise([*starts.tolist(), to.size])
+        starts = np.concatenate([np.arange(start, end, most) for start, end in runs])
+        lengths = np.diff(starts, append=to.size)
+    there, here = _slices(to, starts, lengths), _slices(of, starts, lengths)
     copied = 0
-    for length, there, here in zip(
-        lengths.tolist(), _slices(to, cuts, lengths), _slices(of, cuts, lengths), strict=True
-    ):
-        into[there] = origin[here]
+    for length, target_rows, source_rows in zip(lengths.tolist(), there, here, strict=True):
+        into[target_rows] = origin[source_rows]
         copied += length * page_bytes
         if copied >= STEP_BYTES:
             yield copied
@@ -167,13 +172,16 @@ def _copy_runs(
         yield copied
 
 
-def _slices(offsets: Offsets, starts: list[int], lengths: Offsets) -> Iterator[slice]:
+def _slices(offsets: Offsets, starts: Offsets, lengths: Offsets) -> Iterator[slice]:
     """Of `Span.rows`, the rows of each run; only the first one if all are the same."""
     firsts = offsets[starts]
     steps = offsets[starts + (lengths > 1)] - firsts
-    counts = np.where(steps != 0, lengths, 1)
-    steps = np.where(counts > 1, steps, 1)
-    stops = [None if stop < 0 else stop for stop in (firsts + counts * steps).tolist()]
+    lengths = np.where(steps != 0, lengths, 1)
+    steps[lengths == 1] = 1
+    ends = firsts + lengths * steps
+    stops: list[int | None] = ends.tolist()
+    if ends.min() < 0:  # downwards, to the very first byte
+        stops = [None if stop < 0 else stop for stop in ends.tolist()]
     return map(slice, firsts.tolist(), stops, steps.tolist())
 
 
