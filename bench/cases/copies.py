@@ -2,10 +2,11 @@
 
 For each page size: store (engine to slots) and load (slots to engine) of chunks of one block and 24
 layers, each layer in a tensor of its own. `fresh`: consecutive blocks and slots, as in a young
-engine; `aged`: blocks and slots in random order. The engine's memory is torch's, the slots' is shared:
-small memory pages both, where numpy would ask for huge ones, and pages at other offsets in them. Processor time of the one thread that copies. The
-base is a contiguous memcpy of as many bytes between the same buffers; the ceiling, `pieces`, is one
-numpy copy of page-sized pieces that nearly touch: the best that rows of this size can do.
+engine; `aged`: blocks and slots in random order. The engine's memory is torch's and the slots' is
+shared, as in a worker: small memory pages both, where numpy would ask for huge ones. Processor time
+of the one thread that copies. The base is a contiguous memcpy of as many bytes between the same
+buffers; the ceiling, `pieces`, is one numpy copy of page-sized pieces that nearly touch: the best
+that rows of this size can do.
 """
 
 from __future__ import annotations
