@@ -84,7 +84,7 @@ def _case(page_bytes: int, total_bytes: int, layers: int, *, aged: bool) -> dict
     def pieces() -> None:
         into[...] = origin
 
-    return {"memcpy": memcpy, "same": memcpy, "pieces": pieces, "store": store, "load": load}
+    return {"memcpy": memcpy, "pieces": pieces, "store": store, "load": load}
 
 
 def _timed(work: dict[str, Callable[[], None]]) -> dict[str, float]:
