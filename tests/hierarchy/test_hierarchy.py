@@ -6,10 +6,8 @@ stock vLLM 0.32 did.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from tests.hierarchy.worlds import CHUNK_BYTES, World, make_world
+from tests.hierarchy.worlds import CHUNK_BYTES, World, keys_of, made_worlds, make_world
 
 from undercroft.hierarchy.hierarchy import Limits
 from undercroft.hierarchy.request import Lookup, Request
@@ -17,25 +15,15 @@ from undercroft.keys import ChunkKey
 from undercroft.policies.arc import Arc
 from undercroft.policies.lru import Lru
 from undercroft.testing.faults import Effect, FaultyTier, Injector, on_verb
-from undercroft.testing.mini_engine import chunk_key, content_of
+from undercroft.testing.mini_engine import content_of
 from undercroft.tiers.memory import MemoryTier
 
-
-def keys_of(label: str, count: int) -> list[ChunkKey]:
-    return [chunk_key(f"{label}{i}") for i in range(count)]
+worlds = pytest.fixture(made_worlds)
 
 
 @pytest.fixture
 def tier() -> MemoryTier:
     return MemoryTier(capacity_bytes=1024 * CHUNK_BYTES, name="below")
-
-
-@pytest.fixture
-def worlds() -> Iterator[list[World]]:
-    made: list[World] = []
-    yield made
-    for world in made:
-        world.close()
 
 
 def filled(tier: MemoryTier, keys: list[ChunkKey], worlds: list[World]) -> None:
