@@ -15,7 +15,7 @@ from undercroft.policies.base import EvictionPolicy
 
 __all__ = ["Pool"]
 
-_READY, _FRESH = int(SlotState.READY), int(SlotState.FRESH)
+_DRAINING, _READY, _FRESH = map(int, (SlotState.DRAINING, SlotState.READY, SlotState.FRESH))
 
 _MAX_SKIPPED = 512
 """Pinned keys one search for a victim may pass over; keeps a single call short. They are moved out
@@ -94,9 +94,7 @@ class Pool:
         reuse = self._make_room(keys, keep)
         shards = self.table.shards
         if not self._many:
-            take = self.slots.take
-            num_fresh = min(len(keys), self.slots.num_free(0))
-            slots = [take(0) for _ in range(num_fresh)] + reuse.get(0, [])
+            slots = self.slots.take_all(0, len(keys)) + reuse.get(0, [])
             for key, slot in zip(keys, slots, strict=False):
                 shards[hash(key) >> SHARD_SHIFT][key] = slot
             return slots
@@ -173,8 +171,8 @@ class Pool:
     def list_fresh(self, keys: Sequence[ChunkKey], slots: Sequence[int]) -> None:
         """Those of `keys` whose `slots` are FRESH may be evicted from now on, in this order."""
         states, class_of, policies = self.slots.states, self.class_of, self._policies
-        listed = [i for i, slot in enumerate(slots) if states[slot] == _FRESH]
-        if len(listed) < len(keys):
+        if [slot for slot in slots if states[slot] != _FRESH]:
+            listed = [i for i, slot in enumerate(slots) if states[slot] == _FRESH]
             keys, slots = [keys[i] for i in listed], [slots[i] for i in listed]
         self.slots.make_ready(slots)
         if not self._many:
@@ -191,7 +189,7 @@ class Pool:
         for key in reversed(keys):
             slot = shards[hash(key) >> SHARD_SHIFT].get(key, -1)
             if slot >= 0 and states[slot] == _READY:
-                policy = self._policies[self.class_of(key)]
+                policy = self._policies[self.class_of(key)] if self._many else self._policies[0]
                 if key in policy:
                     policy.on_hit(key)
 
@@ -217,6 +215,13 @@ class Pool:
         if self.slots.unpin(slot) == 0 and self.slots.states[slot] == SlotState.DRAINING:
             self.slots.give_back(slot)
 
+    def unpin_all(self, slots: Sequence[int]) -> None:
+        """`unpin` each of `slots`."""
+        states = self.slots.states
+        for slot in self.slots.unpin_all(slots):
+            if states[slot] == _DRAINING:
+                self.slots.give_back(slot)
+
     def keys(self) -> Iterator[tuple[ChunkKey, int]]:
         """Every key in the table with its slot. O(keys)."""
         for key, slot in self.table.items():
@@ -238,26 +243,28 @@ class Pool:
         skipped: list[ChunkKey] = []
         freed: list[int] = []
         for key in policy.victims():
-            slot = shards[hash(key) >> SHARD_SHIFT][key]
+            shard = shards[hash(key) >> SHARD_SHIFT]
+            slot = shard[key]
             if pins[slot] or key in keep:
                 skipped.append(key)
                 if len(skipped) == _MAX_SKIPPED:
                     break
                 continue
+            del shard[key]
             victims.append(key)
             freed.append(slot)
             if len(victims) == count:
                 break
         for key in skipped:
             policy.on_hit(key)
-        self._leave(victims, policy)
+        self._tell(victims, policy)
         slots.recycle(freed)
         return freed
 
-    def _leave(self, victims: Sequence[ChunkKey], policy: EvictionPolicy) -> None:
-        shards, on_evict = self.table.shards, policy.on_evict
+    def _tell(self, victims: Sequence[ChunkKey], policy: EvictionPolicy) -> None:
+        """`victims` have left the table."""
+        on_evict = policy.on_evict
         for key in victims:
-            del shards[hash(key) >> SHARD_SHIFT][key]
             on_evict(key)
         if victims:
             self._on_evict(victims)
@@ -285,7 +292,10 @@ class Pool:
         taken = [slot for slot in extent if slots.states[slot]]
         if any(slots.pins[s] or slots.states[s] != SlotState.READY for s in taken):
             return False
-        self._leave([self._owners[s] for s in taken], self._policies[size_class])
+        victims = [self._owners[slot] for slot in taken]
+        for key in victims:
+            self.table.pop(key)
+        self._tell(victims, self._policies[size_class])
         for slot in taken:
             slots.give_back(slot)
         return True

@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from undercroft.engines.vllm.adapters import AdapterTag, untagged
-from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, _safe
+from undercroft.engines.vllm.manager import UndercroftManager, _safe
 from undercroft.engines.vllm.spec import UndercroftSpec
 from undercroft.hierarchy.region import Region
 from undercroft.hierarchy.request import Request
@@ -114,7 +114,7 @@ class ConnectedManager(UndercroftManager):
     # --- lookups ------------------------------------------------------------------------------
 
     @override
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+    def _look_up(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         tag = self._tag(req_context)
         if tag is not None:
             if not tag.is_sure:
@@ -122,7 +122,11 @@ class ConnectedManager(UndercroftManager):
             key = tag.on(key)
         if self._scout is not None:
             return self._look(ChunkKey(key), req_context, self._scout)
-        return super().lookup(key, req_context)
+        return super()._look_up(key, req_context)
+
+    @override
+    def _asks_plainly(self, req_context: ReqContext) -> bool:
+        return self._tag(req_context) is None and super()._asks_plainly(req_context)
 
     @contextmanager
     def looking_ahead(self, request_id: str) -> Iterator[bool]:
@@ -132,18 +136,20 @@ class ConnectedManager(UndercroftManager):
         """
         request = None if self.is_off else self._requests.get(request_id)
         if request is not None:
-            self._scout = self.hierarchy.ahead.scout(request_id, request.position_of)
+            self._scout = self.hierarchy.ahead.scout(
+                request_id, request.position_of, request.group_of
+            )
+            self._asked.clear()
         try:
             yield self._scout is not None
         finally:
             self._scout = None
 
-    @_safe(lambda: LookupResult.MISS)
     def _look(self, key: ChunkKey, context: ReqContext, scout: Request) -> LookupResult:
         tiers = context.load_tier_filter
         if tiers is not TierFilter.ALL and not self._allowed(key, tiers, scout):
             return LookupResult.MISS
-        found = self.hierarchy.ahead.finds(key, scout, key[-GROUP_ID_BYTES:])
+        found = self.hierarchy.ahead.finds(key, scout)
         return LookupResult.HIT if found else LookupResult.MISS
 
     # --- loads that failed --------------------------------------------------------------------
