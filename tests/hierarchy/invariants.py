@@ -55,7 +55,6 @@ def check_pins(hierarchy: Hierarchy) -> None:
     """Each pin belongs to a hold, a load, a running request, a cascade, or the quarantine."""
     expected: Counter[int] = Counter()
     assert all(request.holds for request in hierarchy._holders.values()), "holds nothing"
-    assert all(request.asked for request in hierarchy._asking.values()), "asked nothing"
     for request in hierarchy._holders.values():
         expected.update(request.holds.keys())
     for request in hierarchy.loads.requests.values():

@@ -214,6 +214,54 @@ def test_an_abort_while_promoting_leaves_nothing_pinned(
     assert world.engine.run(keys).num_hits == 6
 
 
+def test_what_was_voided_while_it_is_stored_is_not_stored_twice(worlds: list[World]) -> None:
+    """Its store's end is told by key: until then nobody else may store that key."""
+    world = make_world(8)
+    worlds.append(world)
+    hierarchy, keys = world.hierarchy, keys_of("a", 2)
+    first, second = Request("first"), Request("second")
+    plan = hierarchy.prepare_store(keys, first)
+    hierarchy._forget_all(
+        raise_epoch=False
+    )  # as when another engine has reset the level they share
+    other = chunk_key("other")
+    assert hierarchy.prepare_store([*keys, other], second).keys == [other]
+    assert len(hierarchy.stores) == 3
+    hierarchy.complete_store(set(keys), first)
+    assert hierarchy.lookup(keys[0], second) is Lookup.MISS
+    again = hierarchy.prepare_store(keys, second)
+    assert again.keys == keys
+    assert again.is_whole
+    hierarchy.complete_store({*keys, other}, second)
+    assert hierarchy.lookup(keys[0], second) is Lookup.HIT
+    for request in (first, second):
+        hierarchy.finish_request(request)
+    assert len(hierarchy.stores) == 0
+    assert len(plan.slots) == 2
+    world.hierarchy.end_step()
+    world.assert_quiet()
+
+
+def test_stores_of_one_request_end_in_any_order_and_in_parts(worlds: list[World]) -> None:
+    """What has not ended is not readable, whatever else has."""
+    world = make_world(8)
+    worlds.append(world)
+    hierarchy, keys = world.hierarchy, keys_of("a", 6)
+    request = Request("r")
+    for part in (keys[:3], keys[3:]):
+        hierarchy.prepare_store(part, request)
+    ended: set[ChunkKey] = set()
+    for part in ({keys[4]}, {keys[0], keys[2], keys[5]}, {keys[1], keys[3]}):
+        hierarchy.complete_store(part, request)
+        ended |= part
+        found = {key for key in keys if hierarchy.lookup(key, Request("x")) is Lookup.HIT}
+        assert found == ended
+        assert len(hierarchy.stores) == request.num_storing == len(keys) - len(ended)
+    hierarchy.finish_request(request)
+    hierarchy.end_step()
+    world.assert_quiet()
+
+
 def test_a_failed_copy_is_a_miss(worlds: list[World]) -> None:
     """A store the worker could not copy is never served."""
     world = make_world(8)

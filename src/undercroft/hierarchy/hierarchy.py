@@ -145,28 +145,29 @@ class Hierarchy:
     def lookup(self, key: ChunkKey, request: Request) -> Lookup:
         """Where the chunk of `key` is, for `request`.
 
-        Once asked in a step for a request, the caller may answer HIT by itself for a key whose slot
-        in `pool.table` has a state from READY on, and append the key to `request.asked`, until it
-        calls `end_step`: that is all that happens here then.
-
-        Cost: 0.3-0.5 us for a hit, at a million chunks (`bench/run.py scheduler`).
+        After `begin_lookups`, and until `end_step`, a caller may do by itself what is done here: a
+        key whose slot in `pool.table` has a state from READY on is a HIT once it is appended to
+        `request.asked`; for any other there is `lookup_elsewhere`.
         """
         if request.step != self._step:
-            self._begin(request)
+            self.begin_lookups(request)
         slot = self._shards[hash(key) >> SHARD_SHIFT].get(key, -1)
         if slot >= 0 and self._states[slot] >= _READY:
             request.asked.append(key)
             return _HIT
-        return self._lookup_elsewhere(key, request, slot)
+        return self.lookup_elsewhere(key, request, slot)
 
-    def _begin(self, request: Request) -> None:
-        """The first lookup for `request` in this step."""
-        if self._noticed_step != self._step:
-            self._notice_resets()
-        request.begin_step(self._step)
-        self._asking[request.id] = request
+    def begin_lookups(self, request: Request) -> None:
+        """Before the first lookup for `request` in this step. Twice is fine."""
+        step = self._step
+        if request.step != step:
+            if self._noticed_step != step:
+                self._notice_resets()
+            request.begin_step(step)
+            self._asking[request.id] = request
 
-    def _lookup_elsewhere(self, key: ChunkKey, request: Request, slot: int) -> Lookup:
+    def lookup_elsewhere(self, key: ChunkKey, request: Request, slot: int) -> Lookup:
+        """`lookup` of a key that is not readable; its `slot` in the table, or -1."""
         if slot < 0:
             if not self.levels:
                 self.counters.lookup_misses["absent"] += 1
@@ -356,6 +357,7 @@ class Hierarchy:
             kept = request.queued and request.deadline_s is not None and now_s < request.deadline_s
             if not kept:
                 self._let_go(request)
+        self.pool.evict_ahead()
         self._notice_resets()
         self._step += 1
         is_outdated, self._is_outdated = self._is_outdated, False
@@ -386,6 +388,8 @@ class Hierarchy:
     def step_ended(self) -> None:
         """The workers have finished a step that was scheduled; called once per step's output."""
         self._num_ended_steps += 1
+        self._hold_hits()
+        self.pool.evict_ahead()
         while self._draining_until and self._draining_until[0][0] <= self._num_ended_steps:
             for slot in self._draining_until.pop(0)[1]:
                 self.pool.unpin(slot)

@@ -20,6 +20,9 @@ _DRAINING, _READY, _FRESH = map(int, (SlotState.DRAINING, SlotState.READY, SlotS
 _MAX_SKIPPED = 512
 """Pinned keys one search for a victim may pass over; keeps a single call short. They are moved out
 of the way, so the next search goes on behind them."""
+_MAX_AHEAD, _AHEAD_SHARE, _AHEAD_AT_ONCE = 1024, 1024, 512
+"""Slots that are kept free once the pool is full: so many, but only this part of all, and so many
+more a call. What one step stores then seldom waits for an eviction."""
 _MAX_RECLAIMED = 64
 """Extents that one call may take from other size classes."""
 
@@ -58,6 +61,9 @@ class Pool:
         # because the garbage collector does not walk through one.
         self._many = len(slots.slot_bytes) > 1
         self._owners = np.full(len(slots.states) if self._many else 0, None, dtype=object)
+        self._num_ahead = 0 if self._many else min(_MAX_AHEAD, len(slots.states) // _AHEAD_SHARE)
+        self._was_full = False
+        self._num_skipped = 0
         self._policies = [make_policy(slots.capacity(c)) for c in range(len(slots.slot_bytes))]
 
     def find(self, key: ChunkKey) -> int:
@@ -91,13 +97,16 @@ class Pool:
         Returns:
             Shorter than `keys` when everything left is pinned or filling: the first ones got one.
         """
-        reuse = self._make_room(keys, keep)
-        shards = self.table.shards
         if not self._many:
-            slots = self.slots.take_all(0, len(keys)) + reuse.get(0, [])
+            slots = self.slots.take_all(0, len(keys))
+            if len(slots) < len(keys):
+                self._was_full = True
+                slots += self._evict(0, len(keys) - len(slots), keep)
+            shards = self.table.shards
             for key, slot in zip(keys, slots, strict=False):
                 shards[hash(key) >> SHARD_SHIFT][key] = slot
             return slots
+        reuse = self._make_room(keys, keep)
         slots = []
         for key in keys:
             slot = self._take_or_steal(self.class_of(key), reuse)
@@ -111,6 +120,18 @@ class Pool:
                 self.slots.give_back(slot)
         return slots
 
+    def evict_ahead(self) -> None:
+        """At any pause: of a pool that has been full, evict some before somebody waits for it."""
+        if self._was_full and self._num_ahead:
+            count = min(_AHEAD_AT_ONCE, self._num_ahead - self.slots.num_free(0))
+            if count > 0:
+                self.slots.give_back_all(self._evict(0, count, ()))
+
+    @property
+    def is_behind_pins(self) -> bool:
+        """The last search for victims met too many pins: what is behind them is found later."""
+        return self._num_ahead > 0 and self._num_skipped == _MAX_SKIPPED
+
     def _take_or_steal(self, size_class: int, reuse: dict[int, list[int]]) -> int:
         spare = reuse.get(size_class)
         slot = spare.pop() if spare else self.slots.take(size_class)
@@ -122,9 +143,6 @@ class Pool:
         self, keys: Sequence[ChunkKey], keep: Container[ChunkKey]
     ) -> dict[int, list[int]]:
         """Evict as many chunks of each size class as `keys` lack slots; their slots, by class."""
-        if not self._many:
-            missing = len(keys) - self.slots.num_free(0)
-            return {0: self._evict(0, missing, keep)} if missing > 0 else {}
         counts: Counter[int] = Counter(map(self.class_of, keys))
         slots = self.slots
         needed = self._extents_needed(counts)
@@ -255,6 +273,7 @@ class Pool:
             freed.append(slot)
             if len(victims) == count:
                 break
+        self._num_skipped = len(skipped)
         for key in skipped:
             policy.on_hit(key)
         self._tell(victims, policy)

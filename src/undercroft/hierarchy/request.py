@@ -156,9 +156,10 @@ class Request:
         """Forget the lookups of earlier steps."""
         self.step = step
         self.asked = []
-        self.answers = bytearray()
         self.num_settled = self._num_walked = 0
-        self._walks = {}
+        if self.answers or self._walks:
+            self.answers = bytearray()
+            self._walks = {}
 
     def note(self, key: ChunkKey, answer: Answer) -> None:
         """Append a lookup."""

@@ -190,6 +190,8 @@ class Slots:
     def take_all(self, size_class: int, count: int) -> list[int]:
         """Up to `count` free slots, now FILLING."""
         count = min(count, self.num_free(size_class))
+        if not count:
+            return []
         if self._stride > 1:
             return [self.take(size_class) for _ in range(count)]
         # A slot is an extent: `take` without its bookkeeping of parts, since a fill is many.
@@ -259,6 +261,22 @@ class Slots:
         self._extent_class[extent] = _NO_CLASS
         self._owned_extents[size_class] -= 1
         self._free_extents.append(extent)
+
+    def give_back_all(self, slots: Sequence[int]) -> None:
+        """`give_back` each of `slots`, of which none is READY."""
+        if self._stride > 1:
+            for slot in slots:
+                self.give_back(slot)
+            return
+        states, pins, classes = self.states, self.pins, self._extent_class
+        for slot in slots:
+            if not states[slot] or states[slot] == _READY or pins[slot]:
+                raise Bug(f"slot {slot} given back in state {states[slot]}, pins {pins[slot]}")
+            size_class, classes[slot] = classes[slot], _NO_CLASS
+            states[slot] = 0
+            self._num_taken[size_class] -= 1
+            self._owned_extents[size_class] -= 1
+        self._free_extents.extend(slots)
 
     def set_state(self, slot: int, state: SlotState) -> None:
         """Move a taken slot to another state than FREE."""

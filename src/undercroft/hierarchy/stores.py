@@ -22,8 +22,9 @@ LEVEL_0 = "host"
 _STORE_ID_BITS = 40
 _DRAINING = int(SlotState.DRAINING)
 _SEARCHES = (1, 4)
-"""How much is made evictable, in turn, until it suffices, in `MAX_LISTED_AT_ONCE` or twice what
-lacks: others may still use most of what a request lets go of. Bounded, as the call is."""
+"""How much is made evictable, in turn, until it suffices, in twice what lacks, and
+`MAX_LISTED_AT_ONCE` at least: others may still use most of what a request lets go of. Bounded, as
+the call is."""
 
 
 def failed_chunk(store_id: int, chunk_index: int) -> int:
@@ -122,8 +123,10 @@ class Stores:
         """Make more evictable until `slots` are as many as `keys`, or for as long as one may."""
         for times_more in _SEARCHES:
             num_lacking = len(keys) - len(slots)
-            num_wanted = times_more * max(MAX_LISTED_AT_ONCE, 2 * num_lacking)
-            if not (num_lacking and self._fresh.make_room(request.id, num_wanted)):
+            num_wanted = max(MAX_LISTED_AT_ONCE, times_more * 2 * num_lacking)
+            if not num_lacking or self._pool.is_behind_pins:
+                break
+            if not self._fresh.make_room(request.id, num_wanted):
                 break
             slots += self._pool.allocate(keys[len(slots) :], keep=request.loaded)
 

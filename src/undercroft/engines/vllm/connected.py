@@ -125,8 +125,9 @@ class ConnectedManager(UndercroftManager):
         return super()._look_up(key, req_context)
 
     @override
-    def _asks_plainly(self, req_context: ReqContext) -> bool:
-        return self._tag(req_context) is None and super()._asks_plainly(req_context)
+    def _may_ask_plainly(self, request: Request, req_context: ReqContext) -> None:
+        if self._tag(req_context) is None:
+            super()._may_ask_plainly(request, req_context)
 
     @contextmanager
     def looking_ahead(self, request_id: str) -> Iterator[bool]:
@@ -139,7 +140,7 @@ class ConnectedManager(UndercroftManager):
             self._scout = self.hierarchy.ahead.scout(
                 request_id, request.position_of, request.group_of
             )
-            self._asked.clear()
+            self._asking.pop(request_id, None)
         try:
             yield self._scout is not None
         finally:

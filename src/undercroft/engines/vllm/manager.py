@@ -47,15 +47,11 @@ __all__ = ["GROUP_ID_BYTES", "UndercroftManager", "group_key"]
 _LOG = logging.getLogger(__name__)
 GROUP_ID_BYTES = 4
 
-_RESULTS = {
-    Lookup.HIT: LookupResult.HIT,
-    Lookup.MISS: LookupResult.MISS,
-    Lookup.PENDING: LookupResult.HIT_PENDING,
-}
-
 # A global's name costs half of an enum member's on the path taken per key.
 _READY = int(SlotState.READY)
-_HIT = LookupResult.HIT
+_HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
+_IS_HIT, _IS_MISS = Lookup.HIT, Lookup.MISS
+_ALL_TIERS = TierFilter.ALL
 
 _T = TypeVar("_T")
 
@@ -131,8 +127,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         # What every lookup needs, one attribute away.
         self._shards = hierarchy.pool.table.shards
         self._states = hierarchy.pool.slots.states
-        self._asked: dict[str, list[ChunkKey]] = {}
-        """What requests have asked in this step, for those that `lookup` may answer by itself."""
+        self._asking: dict[str, Request] = {}
+        """Those that have begun this step, and that `lookup` may answer by itself."""
         self._outdated: dict[str, bool] = {}
         """Requests that lived through a reset; whether to begin running makes them trusted."""
         refresh()
@@ -140,7 +136,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     def switch_off(self, error: BaseException) -> None:
         """Serve and store nothing from now on. Loads under way end as they would have."""
         was_off, self.is_off = self.is_off, True
-        self._asked.clear()
+        self._asking.clear()
         self.hierarchy.counters.broken_invariants += 1
         if was_off:
             return
@@ -162,14 +158,17 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     @override
     @_safe(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._request(req_context)
+        request = self._request(req_context)
+        # Most are looked up in the step in which they come.
+        self.hierarchy.begin_lookups(request)
+        self._may_ask_plainly(request, req_context)
         return RequestOffloadingContext()
 
     @override
     @_safe(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self._requests.pop(req_context.req_id, None)
-        self._asked.pop(req_context.req_id, None)
+        self._asking.pop(req_context.req_id, None)
         self._outdated.pop(req_context.req_id, None)
         if request is not None:
             self.hierarchy.finish_request(request)
@@ -186,31 +185,34 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         # One frame for what is asked most, by far; see `Hierarchy.lookup`.
         try:
-            asked = self._asked.get(req_context.req_id)
-            if asked is not None:
-                slot = self._shards[hash(key) >> SHARD_SHIFT].get(key, -1)
-                if slot >= 0 and self._states[slot] >= _READY:
-                    asked.append(key)
-                    return _HIT
-            return LookupResult.MISS if self.is_off else self._look_up(key, req_context)
+            request = self._asking.get(req_context.req_id)
+            if request is None:
+                return _MISS if self.is_off else self._look_up(key, req_context)
+            slot = self._shards[hash(key) >> SHARD_SHIFT].get(key, -1)
+            if slot >= 0 and self._states[slot] >= _READY:
+                request.asked.append(key)
+                return _HIT
+            found = self.hierarchy.lookup_elsewhere(key, request, slot)
         except Exception as error:  # noqa: BLE001 - the engine dies of whatever passes
             self.switch_off(error)
-            return LookupResult.MISS
+            return _MISS
+        # No dict: hashing an enum's member costs as much as a lookup.
+        return _MISS if found is _IS_MISS else _HIT if found is _IS_HIT else _PENDING
 
     def _look_up(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """`lookup`, the long way."""
+        """`lookup`, the long way: a request's first of a step, and what needs a closer look."""
         request = self._requests.get(req_context.req_id) or self._request(req_context)
         tiers = req_context.load_tier_filter
-        if tiers is not TierFilter.ALL and not self._allowed(ChunkKey(key), tiers, request):
-            return LookupResult.MISS
+        if tiers is not _ALL_TIERS and not self._allowed(ChunkKey(key), tiers, request):
+            return _MISS
         found = self.hierarchy.lookup(ChunkKey(key), request)
-        if self._asks_plainly(req_context):
-            self._asked[req_context.req_id] = request.asked
-        return _HIT if found is Lookup.HIT else _RESULTS[found]
+        self._may_ask_plainly(request, req_context)
+        return _MISS if found is _IS_MISS else _HIT if found is _IS_HIT else _PENDING
 
-    def _asks_plainly(self, req_context: ReqContext) -> bool:
-        """Whether the request takes hits from wherever they are, and its keys mean themselves."""
-        return req_context.load_tier_filter is TierFilter.ALL
+    def _may_ask_plainly(self, request: Request, req_context: ReqContext) -> None:
+        """From now on and in this step, if it takes hits from everywhere and its keys are plain."""
+        if req_context.load_tier_filter is _ALL_TIERS:
+            self._asking[request.id] = request
 
     def _allowed(self, key: ChunkKey, tiers: TierFilter, request: Request) -> bool:
         """Whether the request wants hits from where `key` is."""
@@ -306,7 +308,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     @override
     @_safe(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._asked.clear()
+        self._asking.clear()
         self._refresh()
         self._tally.pace.step_began()
         if self.hierarchy.end_step(context.new_req_ids):
