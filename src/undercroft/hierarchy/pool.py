@@ -20,7 +20,7 @@ _DRAINING, _READY, _FRESH = map(int, (SlotState.DRAINING, SlotState.READY, SlotS
 _MAX_SKIPPED = 512
 """Pinned keys one search for a victim may pass over; keeps a single call short. They are moved out
 of the way, so the next search goes on behind them."""
-_MAX_AHEAD, _AHEAD_SHARE, _AHEAD_AT_ONCE = 1024, 1024, 512
+_MAX_AHEAD, _AHEAD_SHARE, _AHEAD_AT_ONCE = 1024, 1024, 384
 """Slots that are kept free once the pool is full: so many, but only this part of all, and so many
 more a call. What one step stores then seldom waits for an eviction."""
 _MAX_RECLAIMED = 64
@@ -125,12 +125,12 @@ class Pool:
         if self._was_full and self._num_ahead:
             count = min(_AHEAD_AT_ONCE, self._num_ahead - self.slots.num_free(0))
             if count > 0:
-                self.slots.give_back_all(self._evict(0, count, ()))
+                self.slots.give_back_all(self._evict(0, count, (), _MAX_SKIPPED // 2))
 
     @property
     def is_behind_pins(self) -> bool:
         """The last search for victims met too many pins: what is behind them is found later."""
-        return self._num_ahead > 0 and self._num_skipped == _MAX_SKIPPED
+        return self._num_ahead > 0 and self._num_skipped >= _MAX_SKIPPED
 
     def _take_or_steal(self, size_class: int, reuse: dict[int, list[int]]) -> int:
         spare = reuse.get(size_class)
@@ -207,9 +207,7 @@ class Pool:
         for key in reversed(keys):
             slot = shards[hash(key) >> SHARD_SHIFT].get(key, -1)
             if slot >= 0 and states[slot] == _READY:
-                policy = self._policies[self.class_of(key)] if self._many else self._policies[0]
-                if key in policy:
-                    policy.on_hit(key)
+                self._policies[self.class_of(key) if self._many else 0].on_hit(key)
 
     def abandon(self, key: ChunkKey, slot: int, *, buffer_free: bool) -> None:
         """The fill of `slot` failed. It drains first if somebody may still write into it."""
@@ -251,7 +249,13 @@ class Pool:
         used = sum(slots.num_taken(c) * size for c, size in enumerate(slots.slot_bytes))
         return used, slots.num_extents * slots.extent_bytes
 
-    def _evict(self, size_class: int, count: int, keep: Container[ChunkKey]) -> list[int]:
+    def _evict(
+        self,
+        size_class: int,
+        count: int,
+        keep: Container[ChunkKey],
+        max_skipped: int = _MAX_SKIPPED,
+    ) -> list[int]:
         """Evict up to `count` unpinned chunks, coldest first; their slots, FILLING by now."""
         slots, policy = self.slots, self._policies[size_class]
         if slots.num_evictable(size_class) == 0:
@@ -265,7 +269,7 @@ class Pool:
             slot = shard[key]
             if pins[slot] or key in keep:
                 skipped.append(key)
-                if len(skipped) == _MAX_SKIPPED:
+                if len(skipped) == max_skipped:
                     break
                 continue
             del shard[key]

@@ -13,7 +13,6 @@ from typing import Any
 
 from typing_extensions import override
 from vllm.v1.kv_offload.base import (
-    LoadStoreSpec,
     LookupResult,
     OffloadingEvent,
     OffloadKey,
@@ -23,7 +22,6 @@ from vllm.v1.kv_offload.base import (
     TierFilter,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from undercroft.engines.vllm.adapters import AdapterTag, untagged
 from undercroft.engines.vllm.manager import UndercroftManager, _safe
@@ -45,7 +43,6 @@ class ConnectedManager(UndercroftManager):
         super().__init__(*args, **kwargs)
         self._scout: Request | None = None
         self._tags: dict[str, AdapterTag] = {}
-        self._knows_adapters = False
 
     # --- adapters -----------------------------------------------------------------------------
 
@@ -71,19 +68,9 @@ class ConnectedManager(UndercroftManager):
         return context.get_state(AdapterTag) if self._knows_adapters else None
 
     @override
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+    def _named(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Collection[ChunkKey]:
         tag = self._tag(req_context)
-        return super().get_load_source(tag.on(key) if tag else key, req_context)
-
-    @override
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        tag = self._tag(req_context)
-        return super().prepare_load(tag.on_all(keys) if tag else keys, req_context)
-
-    @override
-    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        tag = self._tag(req_context)
-        super().complete_load(tag.on_all(keys) if tag else keys, req_context)
+        return tag.on_all(keys) if tag else keys
 
     @override
     def prepare_store(
@@ -92,17 +79,10 @@ class ConnectedManager(UndercroftManager):
         tag = self._tag(req_context)
         if tag is None:
             return super().prepare_store(keys, req_context)
-        output = super().prepare_store(tag.on_all(keys) if tag.is_sure else [], req_context)
+        output = super().prepare_store(keys if tag.is_sure else [], req_context)
         if output is not None:
             output.keys_to_store = [OffloadKey(untagged(key)) for key in output.keys_to_store]
         return output
-
-    @override
-    def complete_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
-    ) -> None:
-        tag = self._tag(req_context)
-        super().complete_store(tag.on_all(keys) if tag else keys, req_context, success)
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:

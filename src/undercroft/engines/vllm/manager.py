@@ -127,6 +127,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         # What every lookup needs, one attribute away.
         self._shards = hierarchy.pool.table.shards
         self._states = hierarchy.pool.slots.states
+        self._knows_adapters = False
+        """Whether `_named` has anything to do."""
         self._asking: dict[str, Request] = {}
         """Those that have begun this step, and that `lookup` may answer by itself."""
         self._outdated: dict[str, bool] = {}
@@ -175,6 +177,11 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
             if request.loading or request.num_storing:
                 # Completions may still come, and name the request by its context only.
                 req_context.set_state(request)
+
+    def _named(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Collection[ChunkKey]:
+        """What the chunks of `keys` are called here, for a request of one of many adapters."""
+        del req_context
+        return keys
 
     def _any_request(self, context: ReqContext) -> Request:
         return context.get_state(Request) or self._request(context)
@@ -235,6 +242,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         if self.is_off:
             return CacheHitSource.EXTERNAL_UNSPECIFIED
         try:
+            if self._knows_adapters:
+                (key,) = self._named([key], req_context)
             source = self.hierarchy.source_of(ChunkKey(key), self._any_request(req_context))
         except Exception as error:  # noqa: BLE001 - the engine dies of whatever passes
             self.switch_off(error)
@@ -244,6 +253,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         # Not caught: the engine will read whatever slots are named here, so a fault must stop it.
+        if self._knows_adapters:
+            keys = self._named(keys, req_context)
         chunk_keys: list[ChunkKey] = list(keys)  # a copy: the caller's may be any collection
         request = self._requests.get(req_context.req_id) or self._request(req_context)
         has_waited = request.queued
@@ -265,6 +276,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     @override
     @_safe(lambda: None)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        if self._knows_adapters:
+            keys = self._named(keys, req_context)
         self._tally.load_ended(req_context.req_id)
         self.hierarchy.complete_load(keys, self._any_request(req_context))
 
@@ -282,6 +295,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
+        if self._knows_adapters:
+            keys = self._named(keys, req_context)
         if req_context.req_id in self._outdated:
             counters = self.hierarchy.counters
             counters.declined_chunks[LEVEL_0, "before_reset"] += len(keys)
@@ -300,6 +315,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
+        if self._knows_adapters:
+            keys = self._named(keys, req_context)
         self._tally.store_ended(req_context.req_id, keys)
         self.hierarchy.complete_store(keys, self._any_request(req_context), success=success)
 

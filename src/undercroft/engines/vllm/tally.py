@@ -106,18 +106,17 @@ class Tally:
         leader, num_tokens = self._leader(chunks_of_groups)
         if not request.promoted:
             self._counters.hit_chunks[LEVEL_0] += len(keys)
-            self._count_tokens(LEVEL_0, num_tokens)
+            self._counters.hit_tokens[LEVEL_0] += num_tokens
+            self._unpriced[LEVEL_0] = self._unpriced.get(LEVEL_0, 0) + num_tokens
         else:
             first = sum(chunks_of_groups[:leader])
             of_leader = keys[first : first + chunks_of_groups[leader]]
             self._counters.hit_chunks.update(_by_source(request, keys))
             for level, num_chunks in _by_source(request, of_leader).items():
-                self._count_tokens(level, self._tokens_per_chunk[leader] * num_chunks)
+                num_tokens = self._tokens_per_chunk[leader] * num_chunks
+                self._counters.hit_tokens[level] += num_tokens
+                self._unpriced[level] = self._unpriced.get(level, 0) + num_tokens
         self._price()
-
-    def _count_tokens(self, level: str, num_tokens: int) -> None:
-        self._counters.hit_tokens[level] += num_tokens
-        self._unpriced[level] = self._unpriced.get(level, 0) + num_tokens
 
     def load_ended(self, request_id: str) -> None:
         """The engine has the bytes."""
