@@ -84,6 +84,11 @@ def _group_of(key: ChunkKey) -> bytes:
     return key[-GROUP_ID_BYTES:]
 
 
+def _result(found: Lookup) -> LookupResult:
+    # No dict: hashing an enum's member costs as much as a lookup.
+    return _MISS if found is _IS_MISS else _HIT if found is _IS_HIT else _PENDING
+
+
 def _nothing_stored() -> PrepareStoreOutput:
     return PrepareStoreOutput([], SlotSpec([], []), [])
 
@@ -192,19 +197,26 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         # One frame for what is asked most, by far; see `Hierarchy.lookup`.
         try:
-            request = self._asking.get(req_context.req_id)
-            if request is None:
-                return _MISS if self.is_off else self._look_up(key, req_context)
-            slot = self._shards[hash(key) >> SHARD_SHIFT].get(key, -1)
-            if slot >= 0 and self._states[slot] >= _READY:
+            request = self._asking[req_context.req_id]
+            slot = self._shards[hash(key) >> SHARD_SHIFT].get(key)
+            if slot is not None and self._states[slot] >= _READY:
                 request.asked.append(key)
                 return _HIT
-            found = self.hierarchy.lookup_elsewhere(key, request, slot)
+        except KeyError:
+            return self._look_first(key, req_context)
         except Exception as error:  # noqa: BLE001 - the engine dies of whatever passes
             self.switch_off(error)
             return _MISS
-        # No dict: hashing an enum's member costs as much as a lookup.
-        return _MISS if found is _IS_MISS else _HIT if found is _IS_HIT else _PENDING
+        try:
+            found = self.hierarchy.lookup_elsewhere(key, request, -1 if slot is None else slot)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.switch_off(error)
+            return _MISS
+        return _result(found)
+
+    @_safe(lambda: LookupResult.MISS)
+    def _look_first(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return self._look_up(key, req_context)
 
     def _look_up(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """`lookup`, the long way: a request's first of a step, and what needs a closer look."""
@@ -214,7 +226,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
             return _MISS
         found = self.hierarchy.lookup(ChunkKey(key), request)
         self._may_ask_plainly(request, req_context)
-        return _MISS if found is _IS_MISS else _HIT if found is _IS_HIT else _PENDING
+        return _result(found)
 
     def _may_ask_plainly(self, request: Request, req_context: ReqContext) -> None:
         """From now on and in this step, if it takes hits from everywhere and its keys are plain."""
