@@ -262,6 +262,41 @@ def test_stores_of_one_request_end_in_any_order_and_in_parts(worlds: list[World]
     world.assert_quiet()
 
 
+def test_a_plan_says_whether_it_is_whole(worlds: list[World]) -> None:
+    """Not if something that is absent was left out; what is here already does not count."""
+    world = make_world(8)
+    worlds.append(world)
+    hierarchy, keys = world.hierarchy, keys_of("a", 12)
+    request = Request("r")
+    assert hierarchy.prepare_store(keys[:4], request).is_whole
+    assert hierarchy.prepare_store(keys[:5], request).is_whole
+    plan = hierarchy.prepare_store(keys[4:], request)
+    assert (len(plan.keys), plan.is_whole) == (3, False)
+    assert not hierarchy.prepare_store(keys[8:], request).is_whole
+    assert hierarchy.prepare_store(keys[:8], request).is_whole, "nothing to do is all done"
+
+
+def test_a_hit_outlives_the_end_of_an_earlier_step(worlds: list[World]) -> None:
+    """What is evicted ahead of the next store is never what a lookup has just promised."""
+    world = make_world(2048)
+    worlds.append(world)
+    hierarchy = world.hierarchy
+    for part in range(0, 2050, 205):
+        request = Request(f"s{part}")
+        plan = hierarchy.prepare_store([chunk_key(f"k{part + n}") for n in range(205)], request)
+        hierarchy.complete_store(set(plan.keys), request)
+        hierarchy.finish_request(request)
+    while hierarchy.pool.slots.num_free(0) < 2:
+        hierarchy.end_step()
+    hierarchy.prepare_store([chunk_key("x"), chunk_key("y")], Request("taker"))
+    oldest = next(iter(hierarchy.pool._policies[0].victims()))
+    reader = Request("reader")
+    assert hierarchy.lookup(oldest, reader) is Lookup.HIT
+    hierarchy.step_ended()
+    assert hierarchy.pool.slots.num_free(0) == 2
+    assert len(hierarchy.prepare_load([oldest], reader)) == 1
+
+
 def test_a_failed_copy_is_a_miss(worlds: list[World]) -> None:
     """A store the worker could not copy is never served."""
     world = make_world(8)
