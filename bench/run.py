@@ -93,7 +93,7 @@ def _run(case: harness.Case, options: harness.Options, against: str | None) -> d
 
 def _is_void(rows: Sequence[harness.Row], measured: Sequence[dict[str, Any]]) -> str:
     """What the control shows a difference in; nothing, if all is well."""
-    for name in {row.ours for row in rows}:
+    for name in {row.ours for row in rows if row.base}:
         side, cost = name
         again = side + harness.AGAIN
         if again not in measured[0] or len(measured) < 6:

@@ -1,10 +1,12 @@
 """Every code block of every page does what it says; every name a page uses is there.
 
 Python runs, page by page, as one reader would type it. JSON and TOML parse, and settings among them
-are accepted. Of shell, the syntax is checked, and that each target, file, module and flag exists.
+are accepted. YAML is part of a manifest in examples/kubernetes, whose test looks at the rest.
+PromQL parses. Of shell, the syntax is checked, and that each target, file, module and flag exists.
 """
 
 import ast
+import itertools
 import json
 import re
 import shlex
@@ -17,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from tests.engines.vllm.lab.prometheus import prometheus_path
 from undercroft.cli.main import COMMANDS as COMMANDS_OF_OURS
 from undercroft.cli.main import build_parser
 from undercroft.settings import load
@@ -25,8 +29,9 @@ from undercroft.settings import load
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "undercroft"
 PAGES = sorted(p for p in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")))
-LANGUAGES = {"python", "json", "toml", "sh", "text", ""}
-COMMANDS = {"cat", "cd", "curl", "df", "du", "grep", "ls", "pip", "rm"}
+LANGUAGES = {"python", "json", "toml", "yaml", "promql", "sh", "text", ""}
+COMMANDS = {"cat", "cd", "curl", "df", "du", "export", "grep", "head", "install", "ls", "pip", "rm"}
+COMMANDS |= {"source"}
 """Programs that a block may use and whose arguments are theirs alone."""
 TO_BE_WRITTEN = {"tests/policies/test_newest.py", "tests/tiers/test_attic.py"}
 """Files of the plug-ins that the how-to pages are examples of."""
@@ -117,6 +122,85 @@ def test_toml_is_accepted(block: Block) -> None:
     assert set(value["project"]["entry-points"]) <= set(ours)
 
 
+# --- YAML ---
+
+
+def is_part_of(part: object, whole: object) -> bool:
+    """Whether all of `part` is in `whole`, in its place; lists may lack items."""
+    if isinstance(part, dict):
+        return isinstance(whole, dict) and all(
+            name in whole and is_part_of(value, whole[name]) for name, value in part.items()
+        )
+    if isinstance(part, list):
+        return isinstance(whole, list) and all(
+            any(is_part_of(item, other) for other in whole) for item in part
+        )
+    return part == whole
+
+
+def everything_in(value: object) -> Iterator[object]:
+    """`value` and all that is in it."""
+    yield value
+    for inner in value.values() if isinstance(value, dict) else value:  # type: ignore[attr-defined]
+        if isinstance(inner, dict | list):
+            yield from everything_in(inner)
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_yaml_is_part_of_a_manifest(block: Block) -> None:
+    """An excerpt: what it says is said by a file that people can use, and is checked there."""
+    part = yaml.safe_load(block.text)
+    assert isinstance(part, dict)
+    manifests = (
+        document
+        for path in (ROOT / "examples" / "kubernetes").glob("*.yaml")
+        for document in yaml.safe_load_all(path.read_text())
+    )
+    assert any(is_part_of(part, inner) for whole in manifests for inner in everything_in(whole))
+
+
+def test_the_yaml_check_bites() -> None:
+    """A value, a name or a place that is otherwise is seen."""
+    whole = {"a": [{"b": 1, "c": [1, 2]}, {"d": 2}]}
+    assert is_part_of({"a": [{"c": [2]}]}, whole)
+    for wrong in ({"a": [{"b": 2}]}, {"a": [{"b": 1, "d": 2}]}, {"b": 1}, {"a": {"b": 1}}):
+        assert not is_part_of(wrong, whole)
+
+
+# --- PromQL ---
+
+
+def queries() -> list[str]:
+    """Every line of the blocks, and spans that call a function of Prometheus."""
+    lines = [line for b in BLOCKS if b.language == "promql" for line in b.text.splitlines()]
+    prose = [s for page in PAGES for s in spans(page) if re.match(r"\w+( by )?[ (].*vllm:", s)]
+    return [query for query in [*lines, *prose] if query.strip()]
+
+
+@pytest.mark.skipif(
+    prometheus_path() is None, reason="promtool comes with Prometheus, which is no Python package"
+)
+def test_queries_parse(tmp_path: Path) -> None:
+    """As Prometheus itself reads them; and the check can fail."""
+    program = prometheus_path()
+    assert program is not None
+    tool = Path(program).with_name("promtool")
+    found = queries()
+    assert len(found) >= 5
+    for texts, code in ((found, 0), (["sum(rate(x[1h])"], 1)):
+        rules = [{"record": f"a:b{number}", "expr": text} for number, text in enumerate(texts)]
+        file = tmp_path / "rules.json"
+        file.write_text(json.dumps({"groups": [{"name": "docs", "rules": rules}]}))
+        done = subprocess.run(
+            [str(tool), "check", "rules", str(file)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+
+
 # --- shell ---
 
 
@@ -202,7 +286,23 @@ def check_undercroft(arguments: list[str]) -> None:
         assert args.takes_rest or not rest, f"undercroft {arguments[0]} has no {rest}"
 
 
+def check_kubectl(arguments: list[str]) -> None:
+    """Files that it reads are there; what it runs in a container is a command of ours."""
+    words = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    flags = {"-f", "--from-file"}
+    for name, value in itertools.pairwise(words):
+        assert name not in flags or (ROOT / value).exists(), value
+    for word in words:
+        flag, _, value = word.partition("=")
+        assert flag not in flags or not value or (ROOT / value).exists(), value
+    if words is not arguments:
+        program, *rest = arguments[len(words) + 1 :]
+        CHECKS[program](rest)
+
+
 CHECKS = {
+    "kubectl": check_kubectl,
+    "docker": check_kubectl,
     "undercroft": check_undercroft,
     "make": check_make,
     "vllm": check_vllm,
@@ -235,6 +335,9 @@ def test_shell_checks_bite() -> None:
         lambda: check_undercroft(["lss"]),
         lambda: check_undercroft(["ls", "--no-such-flag"]),
         lambda: check_undercroft(["serve", "M", "--no-such-flag"]),
+        lambda: check_kubectl(["apply", "-f", "no-such.yaml"]),
+        lambda: check_kubectl(["create", "--from-file=no-such.json"]),
+        lambda: check_kubectl(["exec", "pod", "--", "undercroft", "lss"]),
     ):
         with pytest.raises((AssertionError, OSError)):
             wrong()
@@ -303,7 +406,8 @@ def test_metrics_in_the_docs_are_ours() -> None:
     names = set(re.findall(r"^\| `(\w+)` \| (?:counter|gauge|histogram)", reference, re.MULTILINE))
     for page in PAGES:
         for name in re.findall(r"vllm:undercroft_(\w+)", page.read_text()):
-            assert name.removesuffix("_total") in names, f"{page.name}: {name}"
+            short = re.sub(r"_(total|sum|count|bucket)$", "", name)
+            assert short in names, f"{page.name}: {name}"
 
 
 def test_every_page_is_in_the_index() -> None:

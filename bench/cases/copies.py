@@ -2,27 +2,42 @@
 
 For each page size: store (engine to slots) and load (slots to engine) of chunks of one block and 24
 layers, each layer in a tensor of its own. `fresh`: consecutive blocks and slots, as in a young
-engine; `aged`: blocks and slots in random order. Processor time of the one thread that copies. The
-base is a contiguous memcpy of as many bytes between the same buffers; the ceiling, `pieces`, is one
-numpy copy of page-sized pieces that nearly touch: the best that rows of this size can do.
+engine; `aged`: blocks and slots in random order. The engine's memory is torch's and the slots' is
+shared, as in a worker: small memory pages both, where numpy would ask for huge ones. Processor time
+of the one thread that copies. The base is a contiguous memcpy of as many bytes between the same
+buffers; the ceiling, `pieces`, is one numpy copy of page-sized pieces that nearly touch: the best
+that rows of this size can do.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from harness import AGAIN, Goal, Options, Row, Side
 from undercroft.engines.vllm.copy import Span, copy_pages
 from undercroft.layout.plan import GroupGeometry, PageRef, TensorGeometry, fragments, place
 
-PAGE_KIBS = (2, 16, 64, 256)
+PAGE_KIBS = (2, 4, 8, 16, 64)
 NUM_LAYERS = 24
 OS_PAGE = 4096
+
+
+def _engine_memory(num_bytes: int) -> NDArray[np.uint8]:
+    return torch.ones(num_bytes, dtype=torch.uint8).numpy()
+
+
+def _region_memory(num_bytes: int) -> NDArray[np.uint8]:
+    region = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+    region[:] = 1
+    return region
 
 
 def _case(page_bytes: int, total_bytes: int, layers: int, *, aged: bool) -> dict[str, Callable]:
@@ -31,8 +46,8 @@ def _case(page_bytes: int, total_bytes: int, layers: int, *, aged: bool) -> dict
     num_blocks = 2 * num_chunks + 37  # no power of two: tensors do not evict each other
     group = GroupGeometry(tuple(PageRef(layer, page_bytes) for layer in range(layers)), 1)
     slot_bytes = -(-group.payload_bytes // OS_PAGE) * OS_PAGE
-    engine = np.ones(num_blocks * page_bytes * layers, np.uint8)
-    region = np.ones(num_blocks * slot_bytes, np.uint8)
+    engine = _engine_memory(num_blocks * page_bytes * layers)
+    region = _region_memory(num_blocks * slot_bytes)
     tensors = [
         TensorGeometry(layer * num_blocks * page_bytes, page_bytes, num_blocks, page_bytes)
         for layer in range(layers)
@@ -64,9 +79,7 @@ def _case(page_bytes: int, total_bytes: int, layers: int, *, aged: bool) -> dict
         region[:moved] = engine[:moved]
 
     gap = page_bytes + 64
-    into, origin = (
-        span.rows(0, moved // gap, gap, page_bytes) for span in (region_span, engine_span)
-    )
+    into, origin = (span.rows(page_bytes)[0:moved:gap] for span in (region_span, engine_span))
 
     def pieces() -> None:
         into[...] = origin

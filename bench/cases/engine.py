@@ -5,7 +5,7 @@ all cores, two engines alive for the whole run, each a process of its own. Both 
 cache of their own, which forgets: `off` has nothing else, `on` has ours, in the configuration as
 users write it. Stock's own offloading is not among the sides: its worker refuses to run on a CPU.
 
-    chat         8 clients, 4 turns each, what was said and answered before is sent again
+    chat         8 clients, 8 turns each, what was said and answered before is sent again
     documents    readers ask short questions, in mixed order, about a few long documents
     cold         prompts that nobody has sent before: nothing to gain, storing them costs
 
@@ -62,12 +62,12 @@ class Sizes:
     """Of the workloads, in tokens if nothing else is said, and of the caches."""
 
     num_clients: int = 8
-    num_turns: int = 4
+    num_turns: int = 8
     first_turn: int = 300
     next_turn: int = 40
     num_documents: int = 3
     document: int = 1500
-    num_questions: int = 4
+    num_questions: int = 8
     question: int = 30
     num_unique: int = 4
     unique: int = 400

@@ -7,6 +7,12 @@ its own work in the interpreter, then waits 4 ms for the model with the interpre
 reads and writes are under way all the time. `idle`: the same steps, and a disk tier nobody asks.
 What is compared is a step's wall time without the wait for the model, at its median and its 99th
 percentile.
+
+`asleep`: the steps of `busy`, over a tier that keeps its movers waiting as long as the disk did and
+moves nothing: what the scheduler's own work for what is read and stored costs.
+`elsewhere`: the idle tier's steps, while *another process* reads and writes as many bytes a second,
+with as many threads. What that does to a step, the machine does: processors, memory and the disk
+are shared whoever moves the bytes. What `busy` costs beyond the two is the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -14,10 +20,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import mmap
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +45,7 @@ from undercroft.hierarchy.transfers import Transfers
 from undercroft.keys import ChunkKey, Namespace
 from undercroft.policies.lru import Lru
 from undercroft.tiers.disk import DiskTier
+from undercroft.tiers.wrapping import WrappingTier
 
 CHUNK_BYTES = 1 << 20
 NUM_SLOTS = 192
@@ -42,10 +53,51 @@ NUM_ON_DISK = 512
 NUM_HITS = 256
 OWN_WORK_S = 0.001
 MODEL_S = 0.004
+TRAFFIC = Path(__file__).parents[1] / "traffic.py"
 
 
 def key_of(label: str, number: int) -> ChunkKey:
     return ChunkKey(hashlib.sha256(f"{label}{number}".encode()).digest() + bytes(4))
+
+
+class Traffic(WrappingTier):
+    """The disk tier, its verbs timed; or, `asleep`, only as slow as it was."""
+
+    def __init__(self, inner: DiskTier) -> None:
+        super().__init__(inner)
+        self.asleep = False
+        self._lock = threading.Lock()
+        self._spent = [0.0, 0]
+
+    def read_into(self, key: ChunkKey, out: memoryview) -> bool:
+        return self._timed(lambda: self.inner.read_into(key, out))
+
+    def write_from(self, key: ChunkKey, data: memoryview) -> None:
+        self.write(key, data, None)
+
+    def write(self, key: ChunkKey, data: memoryview, epoch: int | None) -> bool:
+        return self._timed(lambda: self.pass_on(key, data, epoch))
+
+    def contains(self, key: ChunkKey) -> bool:
+        return bool(self.inner.contains(key))
+
+    def delete(self, key: ChunkKey) -> None:
+        self.inner.delete(key)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _timed(self, verb: Callable[[], bool]) -> bool:
+        seconds, number = self._spent
+        if self.asleep:
+            time.sleep(seconds / max(number, 1))
+            return True
+        begun = time.perf_counter()
+        done = verb()
+        with self._lock:
+            self._spent[0] += time.perf_counter() - begun
+            self._spent[1] += 1
+        return done
 
 
 class Engine:
@@ -56,7 +108,7 @@ class Engine:
         self.buffer = mmap.mmap(-1, NUM_SLOTS * CHUNK_BYTES)
         slots = Slots(NUM_SLOTS * CHUNK_BYTES, [CHUNK_BYTES])
         slots.set_ready_bytes(NUM_SLOTS * CHUNK_BYTES)
-        self.tier = DiskTier(
+        disk = DiskTier(
             str(path),
             name="disk",
             namespace=Namespace({"bench": "step"}),
@@ -64,6 +116,7 @@ class Engine:
             clock=clock,
             free_space_floor_bytes=0,
         )
+        self.tier = Traffic(disk)
         level = Level(
             self.tier,
             transfers=Transfers(
@@ -93,6 +146,8 @@ class Engine:
             self.tier.write_from(key_of("disk", number), data[:CHUNK_BYTES])
         self.hot = [key_of("hot", number) for number in range(32)]
         self.number = 0
+        self.busy_rate = 0.0
+        """Bytes a second that were read and written when it was last busy."""
         self.reader: tuple[Request, list[ChunkKey]] | None = None
         self.stored: list[tuple[Request, list[ChunkKey]]] = []
         self._store("hot", self.hot)
@@ -147,7 +202,8 @@ class Engine:
             self.hierarchy.finish_request(request)
             self.reader = None
 
-    def measure(self, num_steps: int, *, busy: bool) -> dict[str, float]:
+    def measure(self, num_steps: int, *, busy: bool, asleep: bool = False) -> dict[str, float]:
+        self.tier.asleep = asleep
         for _ in range(20):
             self.step(busy=busy)
         before = self.counters.promoted_bytes["disk"] + self.counters.cascaded_bytes["disk"]
@@ -155,6 +211,8 @@ class Engine:
         taken = sorted(self.step(busy=busy) for _ in range(num_steps))
         seconds = time.perf_counter() - begun
         moved = self.counters.promoted_bytes["disk"] + self.counters.cascaded_bytes["disk"] - before
+        if busy and not asleep:
+            self.busy_rate = moved / seconds
         if self.reader is not None:
             self.hierarchy.finish_request(self.reader[0])
             self.reader = None
@@ -168,6 +226,30 @@ class Engine:
         self.hierarchy.close()
 
 
+class Elsewhere:
+    """A process that reads, writes and checks chunks at the rate `engine` had when it was busy."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self._engine = engine
+        self._path = folder / "traffic"
+        with self._path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 64 * CHUNK_BYTES)
+
+    def measure(self, num_steps: int) -> dict[str, float]:
+        rate = max(self._engine.busy_rate, 1e6)
+        command = [sys.executable, str(TRAFFIC), str(self._path), str(rate)]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as traffic:
+            assert traffic.stdin is not None
+            assert traffic.stdout is not None
+            traffic.stdout.readline()  # it has begun
+            costs = self._engine.measure(num_steps, busy=False)
+            traffic.stdin.close()
+            num_bytes, seconds = map(float, traffic.stdout.readline().split())
+        return costs | {"seconds a GB": seconds / (num_bytes / 1e9)}
+
+
 class Step:
     """The case."""
 
@@ -177,27 +259,39 @@ class Step:
 
     def rows(self, options: Options) -> Sequence[Row]:
         del options
-        return [
+        rows = [
             Row(
-                f"step without the model, {which}",
+                f"step without the model, {which}, beside {what}",
                 ("busy", which),
-                ("idle", which),
+                (base, which),
                 unit="ms",
                 scale=1e3,
-                goals=[Goal(least=1 / 1.10)] if which == "p99" else [],
+                goals=[Goal(round(1 / 1.10, 2))] if (base, which) == ("asleep", "p99") else [],
+            )
+            for base, what in (
+                ("asleep", "the same work, nothing moved"),
+                ("elsewhere", "the same traffic of another process"),
+                ("idle", "nothing to do"),
             )
             for which in ("p50", "p99")
-        ] + [Row("read and written meanwhile", ("busy", "seconds a GB"), amount=1.0)]
+        ]
+        return rows + [
+            Row(f"read and written meanwhile, {side}", (side, "seconds a GB"), amount=1.0)
+            for side in ("busy", "elsewhere")
+        ]
 
     @contextlib.contextmanager
     def sides(self, options: Options) -> Iterator[Mapping[str, Side]]:
         with tempfile.TemporaryDirectory(dir=options.path, prefix="undercroft-bench-") as path:
-            engine = Engine(Path(path))
+            engine = Engine(Path(path) / "kv")
+            elsewhere = Elsewhere(engine, Path(path))
             num_steps = 100 if options.quick else 800
             try:
                 yield {
                     "busy": partial(engine.measure, num_steps, busy=True),
                     "idle": partial(engine.measure, num_steps, busy=False),
+                    "asleep": partial(engine.measure, num_steps, busy=True, asleep=True),
+                    "elsewhere": partial(elsewhere.measure, num_steps),
                     "busy" + AGAIN: partial(engine.measure, num_steps, busy=True),
                 }
             finally:

@@ -71,6 +71,7 @@ def test_a_good_set_up_is_good(tmp_path: Path) -> None:
     """Real vLLM, model and disk: exit code 0, every part looked at, nothing left behind."""
     words = [str(model_path("llama")), "--host", "32MiB", "--disk", f"{tmp_path}:8MiB"]
     words += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "4096"]
+    words += ["--shutdown-timeout", "10"]
     shown = undercroft_json("doctor", *words, env=environment(), timeout_s=200)
     found = {(f["check"], f["severity"]) for f in shown["findings"]}
     assert found == {
@@ -354,6 +355,17 @@ def test_what_is_known_of_the_engine_is_judged(
     assert worst_of(found, check)[0] == severity
     assert any(line in message for _, c, message in found if c == check)
     assert code == (1 if severity == "error" else 0)
+
+
+@pytest.mark.parametrize(("timeout_s", "with_disk"), [(0, True), (0, False), (10, True)])
+def test_an_engine_that_is_killed_at_its_end(
+    examined: Any, tmp_path: Path, timeout_s: int, *, with_disk: bool
+) -> None:
+    """vLLM's default leaves chunks no time to get to a disk: a note, where there is one."""
+    words = ["M", "--host", "32MiB", *(["--disk", f"{tmp_path}:8MiB"] if with_disk else [])]
+    _, found, _ = examined(*words, looked=MODEL | {"shutdown_timeout_s": timeout_s})
+    told = [s for s, c, m in found if c == "model" and "--shutdown-timeout" in m]
+    assert told == (["note"] if with_disk and not timeout_s else [])
 
 
 def test_a_seed_has_to_be_everybodys(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,12 @@ import pytest
 
 from tests.tiers.disk.stores import CAPACITY
 from tests.tiers.disk.support import content, disk
+from undercroft.cli import explain
 from undercroft.clock import SystemClock
 from undercroft.engines.vllm.prompt_keys import Prompt, keys_of
+from undercroft.identity import weights_fingerprint
 from undercroft.keys import ChunkKey, Namespace
-from undercroft.tiers.disk.history import HistoryFile, Incident, key_part
+from undercroft.tiers.disk.history import REASONS, HistoryFile, Incident, key_part
 
 from .rig import environment
 from .store_rig import run
@@ -114,7 +116,7 @@ def test_each_loss_is_told_with_its_cause(tmp_path: Path, prompt: Path, capsys: 
         "evicted at disk 60 s ago: to make room",
         "declined at disk 60 s ago: the level failed",
         "dropped at disk 60 s ago: its checksum",
-        "missed 60 s ago: it did not come up from the disk in time",
+        "missed at disk 60 s ago: it did not come up in time",
         "no trace: never stored here, or lost before 60 s ago",
         "the first miss is chunk 2",
         "disk was left alone after failures (timeout)",
@@ -124,6 +126,11 @@ def test_each_loss_is_told_with_its_cause(tmp_path: Path, prompt: Path, capsys: 
     document = ask(capsys, prompt, tmp_path, "--json").document
     assert fates(document) == ["stored", "stored", "evicted", "declined", "dropped", "no trace"]
     assert document["groups"][0]["chunks"][2]["lost"]["reason"] == "capacity"
+
+
+def test_every_reason_that_can_be_noted_has_words() -> None:
+    """No answer falls back to the bare code."""
+    assert set(REASONS) - {"other"} == set(explain._REASONS)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +197,50 @@ def test_the_namespace_in_use_is_taken(tmp_path: Path, prompt: Path, capsys: Cap
     ran = ask(capsys, prompt, tmp_path, "--model", "huge")
     assert ran.code == 1
     assert "there are: org/small" in ran.text
+
+
+def test_an_engine_that_runs_and_has_stored_nothing(
+    tmp_path: Path, prompt: Path, capsys: Capsys
+) -> None:
+    """Its key space is there from its start on: never stored, and which field differs elsewhere."""
+    store(tmp_path, space(dtype="float8"), keys(space()))
+    tier = disk(tmp_path, namespace=space(), capacity_bytes=CAPACITY)
+    ran = ask(capsys, prompt, tmp_path)
+    assert ran.code == 1
+    assert f"namespace {space().id[:12]}, org/small, float32, in use" in ran.text
+    assert "chunks 0 to 5 (tokens 0 to 191): no trace: never stored here" in ran.text
+    assert "model.dtype: 'float32' here, 'float8' there" in ran.text
+    tier.close()
+
+
+def test_an_engine_that_never_opened_the_store(
+    tmp_path: Path, prompt: Path, capsys: Capsys
+) -> None:
+    """What to do is said, and who has the prompt; a model of another name may be the same one."""
+    model = tmp_path / "copy"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    found = weights_fingerprint(str(model))
+    there = {**space().manifest, "model": {"name": "org/small", "dtype": "float32"}}
+    there["model"]["weights"] = {"kind": found.kind, "value": found.value}
+    stored = tmp_path / "kv"
+    store(stored, Namespace(there), keys(space()))
+    for asked, differs in (
+        (str(model), "the model's name at most: org/small has the same weights"),
+        ("org/huge", "model.name, model.weights: org/huge here, org/small there"),
+    ):
+        ran = ask(capsys, prompt, stored, "--model", asked)
+        assert ran.code == 1
+        assert f"no engine of {asked} has opened this store; there are: org/small" in ran.text
+        assert "start it with this path, and ask again" in ran.text
+        assert f"has 6 of its 6 chunks of this prompt, and differs in {differs}" in ran.text
+        document = ask(capsys, prompt, stored, "--model", asked, "--json").document
+        assert document["namespace"] is None
+        assert [one["differs"] for one in document["elsewhere"]] == [differs]
+        wanted = keys(space())[0].hex()
+        one = run(capsys, "explain", "--key", wanted, "--model", asked, "--path", stored)
+        assert one.code == 1
+        assert f"which differs in {differs}" in one.text
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_once_shows_what_a_real_page_says(serve: Callable[..., str]) -> None:
     assert (disk["name"], disk["capacity_bytes"], disk["is_usable"]) == ("disk", 64 * 1024**2, True)
     assert host["in_bytes_per_s"] is None
     assert shown["hit_ratio"] == shown["hit_ratio_since_start"] == pytest.approx(20 / 21)
-    assert shown["misses"] == {"absent": 1}
+    assert shown["misses"] == [{"level": "none", "reason": "absent", "num_misses": 1}]
     text = undercroft("top", "--url", serve(PAGE), "--once", "--interval", "0.1").stdout
     assert "1.25 MiB" in text
     assert "95.2%" in text
@@ -116,6 +116,27 @@ def test_several_engines_are_added_up() -> None:
     assert (host.resident_bytes, host.capacity_bytes) == (2 * 1310720, 64 * 1024**2)
     assert not disk.is_usable
     assert not view.is_on
+
+
+def test_misses_are_told_by_level_and_reason(serve: Callable[..., str]) -> None:
+    """What no level has names none; else the level is named. The most frequent comes first."""
+    more = "".join(
+        f'\n{PREFIX}lookup_misses_total{{engine="0",level="{level}",reason="{reason}"}} {number}'
+        for level, reason, number in (
+            ("none", "absent", 2),
+            ("disk", "deadline", 7),
+            ("disk", "unavailable", 0),
+            ("host", "deadline", 5),
+        )
+    )
+    view = view_of(reading(PAGE + more), None)
+    assert [(miss.level, miss.reason, miss.num_misses) for miss in view.misses] == [
+        ("disk", "deadline", 7),
+        ("host", "deadline", 5),
+        ("none", "absent", 3),
+    ]
+    done = undercroft("top", "--url", serve(PAGE + more), "--once", "--interval", "0")
+    assert "misses: 7 deadline (disk), 5 deadline (host), 3 absent" in done.stdout
 
 
 def test_newer_metrics_are_used_where_they_are() -> None:

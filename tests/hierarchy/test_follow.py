@@ -72,3 +72,54 @@ def test_chunks_of_adopted_segments_can_be_evicted(tmp_path: Path) -> None:
         assert heir.engine.run(keys_of("new39-", 8)).num_hits == 8
     finally:
         heir.close()
+
+
+def test_chunks_that_go_with_a_segment_are_told_of(tmp_path: Path) -> None:
+    """Another key space comes and takes its share: what we lose is counted, noted and published."""
+    world = make_world(16, [disk(tmp_path, 64)])
+    notes: list[tuple[str, str, str, bytes]] = []
+    world.counters.note = lambda *note: notes.append((*note, b"")[:4])  # type: ignore[assignment]
+    there: set[ChunkKey] = set()
+
+    def follow_events() -> None:
+        for event in world.hierarchy.events.take():
+            if event.level == "disk":
+                (there.difference_update if event.removed else there.update)(event.keys)
+
+    tier = world.hierarchy.levels[0].tier
+    assert isinstance(tier, DiskTier)
+    other = None
+    try:
+        for number in range(24):
+            world.engine.run(keys_of(f"{number}-", 8))
+            follow_events()
+        before = {key for key, _ in tier.evictable()}
+        assert there == before
+        other = DiskTier(
+            str(tmp_path),
+            name="disk",
+            namespace=Namespace({"model": "another"}),
+            capacity_bytes=tier.capacity_bytes,
+            clock=SystemClock(),
+            free_space_floor_bytes=0,
+        )
+        deadline_s = time.monotonic() + 10.0
+        while not world.counters.dropped_chunks and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+            world.engine.step()
+        for _ in range(3):
+            world.engine.step()
+        follow_events()
+        left = {key for key, _ in tier.evictable()}
+        assert there == left
+        assert len(left) < len(before)
+        number = len(before - left)
+        assert world.counters.dropped_chunks == {("disk", "given_up"): number}
+        dropped = {key for *what, key in notes if what == ["disk", "dropped", "given_up"]}
+        assert dropped == before - left
+        policy = world.hierarchy.levels[0]._policies[0]
+        assert set(policy.victims()) == left
+    finally:
+        if other is not None:
+            other.close()
+        world.close()

@@ -117,8 +117,8 @@ def test_every_counted_loss_is_noted_with_its_key() -> None:
         expected.update({(event, *place): number for place, number in counted.items()})
     expected.update(
         {
-            ("missed", "host", why): number
-            for why, number in counters.lookup_misses.items()
+            ("missed", level, why): number
+            for (level, why), number in counters.lookup_misses.items()
             if why != "absent"
         }
     )

@@ -13,6 +13,7 @@ import pytest
 from undercroft.errors import ConfigError
 from undercroft.settings import Settings, load
 from undercroft.settings.schema import ENGINE_KEYS, KEYS, TIER_KEYS, TIER_OPTIONS
+from undercroft.settings.sources import merge
 
 GIB = 1024**3
 DISK = {"type": "disk", "path": "/nvme/kv", "capacity": "1TiB"}
@@ -213,16 +214,24 @@ def test_mistakes_elsewhere_name_the_place(tmp_path: Path) -> None:
         load(cli=["host=x"])
 
 
-def test_service_links_are_not_settings() -> None:
-    """Kubernetes names a service `undercroft` in every container's environment."""
+@pytest.mark.parametrize("service", ["UNDERCROFT", "UNDERCROFT_VLLM_CHAT"])
+def test_service_links_are_not_settings(service: str) -> None:
+    """Kubernetes names a service in every container's environment, `undercroft-vllm-chat` too."""
     environ = {
-        "UNDERCROFT_SERVICE_HOST": "10.0.0.1",
-        "UNDERCROFT_SERVICE_PORT": "80",
-        "UNDERCROFT_SERVICE_PORT_HTTP": "80",
-        "UNDERCROFT_PORT": "tcp://10.0.0.1:80",
-        "UNDERCROFT_PORT_80_TCP_ADDR": "10.0.0.1",
+        f"{service}_SERVICE_HOST": "10.0.0.1",
+        f"{service}_SERVICE_PORT": "80",
+        f"{service}_SERVICE_PORT_HTTP": "80",
+        f"{service}_PORT": "tcp://10.0.0.1:80",
+        f"{service}_PORT_80_TCP": "tcp://10.0.0.1:80",
+        f"{service}_PORT_80_TCP_ADDR": "10.0.0.1",
     }
     assert load({"host": 1}, environ=environ).host_bytes == 1
+
+
+def test_no_setting_is_taken_for_a_service_link() -> None:
+    """Every key of ours is still read from the environment."""
+    environ = {f"UNDERCROFT_{name.upper()}": "[]" for name in KEYS}
+    assert set(merge(environ=environ).values) == set(KEYS)
 
 
 def test_engine_keys_are_accepted_where_the_engine_reads_them(tmp_path: Path) -> None:

@@ -125,6 +125,9 @@ class Shared(MemoryTier):
     def refresh(self) -> None:
         self.num_refreshed += 1
 
+    def take_lost(self) -> list[tuple[ChunkKey, str]]:
+        return [(key_of("lost"), "vanished")]
+
     def take_adopted(self) -> list[tuple[ChunkKey, int]]:
         return [(key_of("adopted"), N + HEADER_BYTES)]
 
@@ -137,6 +140,7 @@ def test_a_wrapped_tier_still_follows_others() -> None:
     tier.refresh()
     assert inner.num_refreshed == 1
     assert list(tier.take_adopted()) == [(key_of("adopted"), N)]
+    assert list(tier.take_lost()) == [(key_of("lost"), "vanished")]
     assert not isinstance(Checked(MemoryTier(1)), Following)
 
 

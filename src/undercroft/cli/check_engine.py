@@ -110,6 +110,12 @@ def check_model(
         )
     if settings is None:
         return
+    if settings.tiers and look.get("shutdown_timeout_s") == 0:
+        yield note(
+            "model",
+            "told to end, vLLM kills its engine at once, and chunks on their way to the disk are "
+            "lost: --shutdown-timeout 10 gives them, and running requests, the time",
+        )
     geometry = geometry_of(look)
     if geometry is None:
         why = look.get("unforeseen", "vLLM does not say")

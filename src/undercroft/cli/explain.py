@@ -25,6 +25,7 @@ from undercroft.cli.store import (
     words,
 )
 from undercroft.errors import ConfigError, KvError, TierUnavailable
+from undercroft.identity import weights_fingerprint
 from undercroft.keys import ChunkKey, Namespace, first_difference
 from undercroft.tiers.disk.fate import Fate, FateKind, Fates
 from undercroft.tiers.disk.history import Incident
@@ -48,9 +49,12 @@ _REASONS = {
     "timeout": "the medium did not answer in time",
     "closed": "the level was closed meanwhile",
     "formattoonew": "stored by a later version",
-    "deadline": "it did not come up from the disk in time",
-    "not_restored": "it did not fit into host memory for that request, or could not be read",
+    "deadline": "it did not come up in time",
+    "not_restored": "it did not fit into host memory for that request",
+    "read_failed": "it could not be read",
     "evicted_again": "it came up, and was evicted before it was used",
+    "given_up": "its segment made room for another key space, chunk size or capacity",
+    "load_failed": "it could not be copied into the engine",
 }
 
 
@@ -94,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
     store = catalog.look()
     fates = Fates(catalog, store)
     if asked is None:
-        matches = find_chunks(catalog, store, args.key, args.namespace)
+        with output.progress("reading the indexes"):
+            matches = find_chunks(catalog, store, args.key, args.namespace)
         key = matches[0][1].key if matches else _whole_key(args.key)
         return _explain_key(output, store, fates, key, args)
     return _explain_prompt(output, store, fates, asked, args)
@@ -166,7 +171,13 @@ def _choose(output: Output, store: Store, args: argparse.Namespace) -> StoredNam
     found = [n for n in store.namespaces if _is_of(n, args.model)]
     if not found:
         models = words(sorted({n.model_name or "?" for n in store.namespaces}), "none")
-        say(output, f"no namespace of {args.model or 'any model'} is stored; there are: {models}")
+        say(
+            output,
+            f"no engine of {args.model or 'any model'} has opened this store; there are: {models}. "
+            "An engine makes its key space when it starts, before it stores anything: start it "
+            "with this path, and ask again while it runs. If it does run, it did not get at the "
+            "disk: see its log, or `undercroft doctor` with the engine's options",
+        )
         return None
     chosen = max(found, key=lambda n: (n.is_in_use, n.modified_s))
     if len(found) > 1:
@@ -179,11 +190,24 @@ def _choose(output: Output, store: Store, args: argparse.Namespace) -> StoredNam
     return chosen
 
 
-def _differs(here: StoredNamespace, there: StoredNamespace) -> str:
+def _differs(here: StoredNamespace | None, there: StoredNamespace, model: str | None) -> str:
+    """The first field; where there is nothing to compare with, what is known of the weights."""
+    if here is None:
+        return _weights_differ(there, model)
     if here.manifest is None or there.manifest is None:
         return "a manifest cannot be read"
     found = first_difference(Namespace(here.manifest), Namespace(there.manifest))
     return found or "nothing"
+
+
+def _weights_differ(there: StoredNamespace, model: str | None) -> str:
+    stored = (there.manifest or {}).get("model")
+    if model is None or not isinstance(stored, Mapping):
+        return "what is not known"
+    found = weights_fingerprint(model, environ=os.environ)
+    if stored.get("weights") == {"kind": found.kind, "value": found.value}:
+        return f"the model's name at most: {there.model_name} has the same weights"
+    return f"model.name, model.weights: {model} here, {there.model_name} there"
 
 
 # --- one key --------------------------------------------------------------------------------------
@@ -193,28 +217,29 @@ def _explain_key(
     output: Output, store: Store, fates: Fates, key: bytes, args: argparse.Namespace
 ) -> int:
     chosen = _choose(output, store, args)
-    if chosen is None:
-        output.data({"key": key.hex(), "namespace": None})
+    fate = None
+    if chosen is not None:
+        fate = fates.of(chosen, key)
+        _head(output, chosen)
+        say(output, f"chunk {key.hex()}: {_text(fate, fates, chosen)}")
+    others = [
+        (n.namespace_id, _differs(chosen, n, args.model))
+        for n in store.namespaces
+        if n is not chosen and fates.has(n, key)
+    ]
+    for other, differs in others:
+        say(output, f"it is stored in namespace {short_id(other)}, which differs in {differs}")
+    elsewhere = [{"namespace": other, "differs": differs} for other, differs in others]
+    if chosen is None or fate is None:
+        output.data({"key": key.hex(), "namespace": None, "elsewhere": elsewhere})
         return 1
-    fate = fates.of(chosen, key)
-    _head(output, chosen)
-    say(output, f"chunk {key.hex()}: {_text(fate, fates, chosen)}")
-    others = [n for n in store.namespaces if n is not chosen and fates.has(n, key)]
-    for other in others:
-        say(
-            output,
-            f"it is stored in namespace {short_id(other.namespace_id)}, which differs in "
-            f"{_differs(chosen, other)}",
-        )
     _general(output, fates, chosen)
     output.data(
         {
             "key": key.hex(),
             "namespace": chosen.namespace_id,
             **_fate_document(fate),
-            "elsewhere": [
-                {"namespace": o.namespace_id, "differs": _differs(chosen, o)} for o in others
-            ],
+            "elsewhere": elsewhere,
             **_general_document(fates, chosen),
         }
     )
@@ -229,7 +254,8 @@ def _explain_prompt(
 ) -> int:
     chosen = _choose(output, store, args)
     if chosen is None:
-        output.data({"tokens": len(asked.tokens), "namespace": None})
+        elsewhere = _elsewhere(output, store, fates, asked, None)
+        output.data({"tokens": len(asked.tokens), "namespace": None, "elsewhere": elsewhere})
         return 1
     keys = _keys(asked, chosen)
     _head(output, chosen)
@@ -278,7 +304,11 @@ def _explain_group(
     keys: Sequence[ChunkKey],
 ) -> dict[str, object]:
     step = _tokens_per_chunk(namespace, group_id)
-    found = [(index, fates.of(namespace, key)) for index, key in enumerate(keys)]
+    found: list[tuple[int, Fate]] = []
+    with output.progress("reading chunks", len(keys)) as progress:
+        for index, key in enumerate(keys):
+            found.append((index, fates.of(namespace, key)))
+            progress.step()
     say(output, f"group {group_id}: {len(keys)} chunks of {step} tokens")
     for text, run_of in groupby(found, key=lambda one: _text(one[1], fates, namespace)):
         indexes = [index for index, _ in run_of]
@@ -303,7 +333,7 @@ def _explain_group(
 
 
 def _elsewhere(
-    output: Output, store: Store, fates: Fates, asked: _Asked, chosen: StoredNamespace
+    output: Output, store: Store, fates: Fates, asked: _Asked, chosen: StoredNamespace | None
 ) -> list[dict[str, object]]:
     """Other namespaces that have chunks of this prompt, under keys of their own."""
     documents: list[dict[str, object]] = []
@@ -316,7 +346,7 @@ def _elsewhere(
             continue
         num = sum(fates.has(other, key) for key in keys)
         if num:
-            differs = _differs(chosen, other)
+            differs = _differs(chosen, other, asked.model)
             say(
                 output,
                 f"namespace {short_id(other.namespace_id)} has {num} of its {len(keys)} chunks of "
@@ -351,7 +381,8 @@ def _text(fate: Fate, fates: Fates, namespace: StoredNamespace) -> str:
     late = ""
     if fate.missed:
         reason = _REASONS.get(fate.missed.reason, fate.missed.reason)
-        late = f"; missed {when_text(fate.missed.unix_s)}: {reason}"
+        where = fate.missed.level
+        late = f"; missed at {where} {when_text(fate.missed.unix_s)}: {reason}"
     if fate.incident:
         reason = _REASONS.get(fate.incident.reason, fate.incident.reason)
         where = fate.incident.level
@@ -359,7 +390,7 @@ def _text(fate: Fate, fates: Fates, namespace: StoredNamespace) -> str:
     if fate.kind is FateKind.NO_TRACE:
         since = fates.since_s(namespace)
         known = f"lost before {when_text(since)}" if since else "lost, for there is no history"
-        return f"no trace: never stored here, or {known}, or removed with its segment{late}"
+        return f"no trace: never stored here, or {known}, or removed while no engine ran{late}"
     return f"{fate.kind.value}{': ' if fate.detail else ''}{fate.detail}{late}"
 
 

@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     """Do it."""
     catalog, output = catalog_of(args), output_for(args)
     store = catalog.look()
-    places = find_chunks(catalog, store, args.key, args.namespace)
+    with output.progress("reading the indexes"):
+        places = find_chunks(catalog, store, args.key, args.namespace)
     if not places:
         say(output, f"no chunk has a key that begins with {args.key}")
         output.data({"key": args.key, "places": []})

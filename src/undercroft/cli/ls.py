@@ -148,13 +148,15 @@ def _chunks(
 ) -> None:
     wanted = (c for c in catalog.chunks(namespace) if args.void or c.is_current)
     num_found, latest = 0, list[tuple[int, int, StoredChunk]]()
-    for chunk in wanted:
-        num_found += 1
-        item = (chunk.sequence, num_found, chunk)
-        if len(latest) < args.limit:
-            heapq.heappush(latest, item)
-        elif latest:
-            heapq.heappushpop(latest, item)
+    with output.progress("reading the indexes, chunks") as progress:
+        for chunk in wanted:
+            num_found += 1
+            item = (chunk.sequence, num_found, chunk)
+            if len(latest) < args.limit:
+                heapq.heappush(latest, item)
+            elif latest:
+                heapq.heappushpop(latest, item)
+            progress.step()
     listed = [chunk for *_, chunk in sorted(latest, reverse=True)]
     output.table(
         columns("KEY", "BYTES", "EPOCH", "SEQUENCE", "SEGMENT", "SLOT", "SEGMENT LAST WRITTEN"),

@@ -23,11 +23,12 @@ from undercroft.cli.output import (
 from undercroft.errors import ConfigError
 from undercroft.settings import format_bytes
 
-__all__ = ["LevelView", "View", "add_parser", "draw", "fetch", "run", "view_of"]
+__all__ = ["LevelView", "MissView", "View", "add_parser", "draw", "fetch", "run", "view_of"]
 
 _PREFIX = "vllm:undercroft_"
 _DEFAULT_URL = "http://127.0.0.1:8000/metrics"
 _HOST = "host"
+_NO_LEVEL = "none"
 _DEADLINE_S = 5.0
 _MAX_PAGE_BYTES = 64 << 20
 _BAR_CELLS = 20
@@ -64,6 +65,21 @@ class LevelView:
 
 
 @dataclass(frozen=True, slots=True)
+class MissView:
+    """Lookups that missed in one way.
+
+    Args:
+        level: Where; `none` if no level has the chunk.
+        reason: As in the metrics.
+        num_misses: How many.
+    """
+
+    level: str
+    reason: str
+    num_misses: float
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """Everything that is shown.
 
@@ -73,7 +89,7 @@ class View:
         levels: Nearest first.
         hit_ratio: Lookups answered HIT over HIT and MISS; None without lookups in the interval.
         hit_ratio_since_start: The same, over all of the engine's life.
-        misses: How many in the interval, by reason.
+        misses: How many in the interval, by where and why, most first.
         num_pinned: Chunks of host memory that may not be evicted now.
         num_waiting_restores: Requests that wait for chunks of a lower level.
         num_moving: Chunks on their way to or from a lower level.
@@ -86,7 +102,7 @@ class View:
     levels: tuple[LevelView, ...]
     hit_ratio: float | None
     hit_ratio_since_start: float | None
-    misses: dict[str, float]
+    misses: tuple[MissView, ...]
     num_pinned: float | None
     num_waiting_restores: float | None
     num_moving: float | None
@@ -212,15 +228,13 @@ def view_of(now: Reading, before: Reading | None) -> View:
     interval_s = None if before is None else max(now.taken_s - before.taken_s, 1e-6)
     names = now.values_of("capacity_bytes", "level") + now.values_of("level_usable", "level")
     names = sorted(dict.fromkeys(names), key=lambda name: name != _HOST)
-    reasons = now.values_of("lookup_misses_total", "reason")
-    misses = {r: now.grown("lookup_misses_total", before, {"reason": r}) or 0.0 for r in reasons}
     saved = "saved_prefill_seconds_total"
     return View(
         interval_s=interval_s,
         levels=tuple(_level(name, now, before, interval_s) for name in names),
         hit_ratio=_hit_ratio(now, before),
         hit_ratio_since_start=_hit_ratio(now, None),
-        misses={reason: count for reason, count in misses.items() if count},
+        misses=_misses(now, before),
         num_pinned=now.find("pinned_chunks"),
         num_waiting_restores=now.find("waiting_restores"),
         num_moving=now.find("moving_chunks"),
@@ -250,6 +264,17 @@ def _level(name: str, now: Reading, before: Reading | None, interval_s: float | 
         num_queued=sum(told) if told else None,
         is_usable=now.find("level_usable", this, combine=min) != 0,
     )
+
+
+def _misses(now: Reading, before: Reading | None) -> tuple[MissView, ...]:
+    name = "lookup_misses_total"
+    found = []
+    for level in now.values_of(name, "level"):
+        for reason in now.values_of(name, "reason"):
+            grown = now.grown(name, before, {"level": level, "reason": reason})
+            if grown:
+                found.append(MissView(level, reason, grown))
+    return tuple(sorted(found, key=lambda miss: -miss.num_misses))
 
 
 def _hit_ratio(now: Reading, before: Reading | None) -> float | None:
@@ -289,7 +314,7 @@ def draw(output: Output, view: View, url: str) -> None:
     output.say()
     output.say(
         f"hits     {_ratio(view.hit_ratio)} of lookups ({_ratio(view.hit_ratio_since_start)} "
-        f"since the start){_misses(view)}"
+        f"since the start){_misses_text(view)}"
     )
     output.say(
         f"host     {_count(view.num_pinned)} chunks pinned, {_count(view.num_moving)} on their "
@@ -336,8 +361,9 @@ def _count(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
-def _misses(view: View) -> str:
-    shown = ", ".join(f"{_count(n)} {reason}" for reason, n in view.misses.items())
+def _misses_text(view: View) -> str:
+    told = ((miss, "" if miss.level == _NO_LEVEL else f" ({miss.level})") for miss in view.misses)
+    shown = ", ".join(f"{_count(miss.num_misses)} {miss.reason}{where}" for miss, where in told)
     return f"; misses: {shown}" if shown else ""
 
 

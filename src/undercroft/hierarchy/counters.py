@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 from undercroft.hierarchy.history import Note, note_nothing
 
-__all__ = ["Counters", "Samples"]
+__all__ = ["NO_LEVEL", "Counters", "Samples"]
+
+NO_LEVEL = "none"
+"""Stands for a level where a miss is the fault of none: nobody has the chunk."""
 
 _MAX_KEPT = 64
 """Of one label between two calls of `take`; what metrics cost does not depend on the load."""
@@ -62,7 +65,8 @@ class Counters:
 
     lookup_hits: int = 0
     lookup_pending: int = 0
-    lookup_misses: Counter[str] = field(default_factory=Counter)
+    lookup_misses: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By (level, reason); the level is `NO_LEVEL` for what none has."""
     hit_chunks: Counter[str] = field(default_factory=Counter)
     """Chunks that requests went on to load, by the level they came from."""
     hit_tokens: Counter[str] = field(default_factory=Counter)

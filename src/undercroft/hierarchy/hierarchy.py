@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from undercroft.clock import Clock
 from undercroft.hierarchy.ahead import Ahead
 from undercroft.hierarchy.cascade import Cascade
-from undercroft.hierarchy.counters import Counters
+from undercroft.hierarchy.counters import NO_LEVEL, Counters
 from undercroft.hierarchy.events import LevelEvents
 from undercroft.hierarchy.fresh import Fresh
 from undercroft.hierarchy.level import Level
@@ -170,7 +170,7 @@ class Hierarchy:
         """`lookup` of a key that is not readable; its `slot` in the table, or -1."""
         if slot < 0:
             if not self.levels:
-                self.counters.lookup_misses["absent"] += 1
+                self.counters.lookup_misses[NO_LEVEL, "absent"] += 1
                 return Lookup.MISS
             return self._lookup_below(key, request)
         if self._polled_step != self._step:
@@ -183,28 +183,32 @@ class Hierarchy:
     def _expired(self, request: Request) -> bool:
         return request.deadline_s is not None and self._clock.now_s() >= request.deadline_s
 
-    def _miss(self, key: ChunkKey, request: Request, reason: str) -> Lookup:
-        self.counters.lookup_misses[reason] += 1
+    def _miss(self, key: ChunkKey, request: Request, level: str, reason: str) -> Lookup:
+        self.counters.lookup_misses[level, reason] += 1
         if reason != "absent":
-            self.counters.note(LEVEL_0, "missed", reason, key)
+            self.counters.note(level, "missed", reason, key)
         request.note(key, Answer.MISS)
         return Lookup.MISS
 
     def _lookup_filling(self, key: ChunkKey, request: Request) -> Lookup:
         if request.denies(key) or self._expired(request):
-            return self._miss(key, request, "deadline")
+            level = self.restores.source_of(key) or LEVEL_0
+            return self._miss(key, request, level, "deadline")
         self.restores.join(key, request)
         return self._pending(key, request, Answer.COMING)
 
     def _lookup_below(self, key: ChunkKey, request: Request) -> Lookup:
+        if key in request.failed_reads:
+            return self._miss(key, request, *request.failed_reads[key])
+        level = self.restores.level_with(key)
+        if level is None:
+            return self._miss(key, request, *self.restores.why_absent(key))
         if request.denies(key):
-            return self._miss(key, request, "not_restored")
-        if self.restores.level_with(key) is None:
-            return self._miss(key, request, "absent")
+            return self._miss(key, request, level.name, "not_restored")
         if key in request.promoted:
-            return self._miss(key, request, "evicted_again")
+            return self._miss(key, request, level.name, "evicted_again")
         if self._expired(request):
-            return self._miss(key, request, "deadline")
+            return self._miss(key, request, level.name, "deadline")
         return self._pending(key, request, Answer.BELOW)
 
     def _pending(self, key: ChunkKey, request: Request, answer: Answer) -> Lookup:

@@ -150,10 +150,21 @@ class Level:
         return free
 
     def begin_step(self) -> None:
-        """Ask the tier anew what is free, and what has become ours to evict."""
+        """Ask the tier anew what is free, what has become ours to evict, and what is lost."""
         self._free.clear()
         if self._following is not None:
             self._adopt(self._following.take_adopted())
+            for key, reason in self._following.take_lost():
+                self._lose(key, reason)
+
+    def _lose(self, key: ChunkKey, reason: str) -> None:
+        """The tier has `key` no more, and it was not us."""
+        policy = self._policies[self._class_of(key)]
+        if key in policy:
+            policy.on_drop(key)
+            self._events.add(self.name, key, removed=True)
+        self._counters.dropped_chunks[self.name, reason] += 1
+        self._counters.note(self.name, "dropped", reason, key)
 
     def is_busy(self, num_bytes: int) -> bool:
         """Whether the movers' queue is too full for a chunk; never while the level is unusable."""

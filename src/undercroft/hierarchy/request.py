@@ -88,6 +88,7 @@ class Request:
         "chain",
         "deadline_s",
         "denied",
+        "failed_reads",
         "finished",
         "group_of",
         "holds",
@@ -134,6 +135,8 @@ class Request:
         """Keys read from a lower level for this request, and the level's name."""
         self.denied: set[ChunkKey] = set()
         """Keys this request is told MISS for, whatever a lower level may have."""
+        self.failed_reads: dict[ChunkKey, tuple[str, str]] = {}
+        """Those of them whose read failed: the level, and why that is a miss."""
         self.limits: dict[object, int] = {}
         """By group: the last position whose chunk can be part of the hit; MISS beyond."""
         self.chain: list[ChunkKey] = []

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from undercroft.hierarchy.counters import Counters
+from undercroft.errors import TierTimeout
+from undercroft.hierarchy.counters import NO_LEVEL, Counters
 from undercroft.hierarchy.cut import (
     common_end,
     cut_at,
@@ -110,6 +111,19 @@ class Restores:
             if level.has(key):
                 return level
         return None
+
+    def why_absent(self, key: ChunkKey) -> tuple[str, str]:
+        """Of a key that no usable level has: the level that would have it, and why it is a miss."""
+        if len(self._usable) < len(self._levels):
+            for level in self._levels:
+                if not level.usable and level.has(key):
+                    return level.name, "unavailable"
+        return NO_LEVEL, "absent"
+
+    def source_of(self, key: ChunkKey) -> str:
+        """The level that a chunk is being read from; empty if it is not."""
+        promotion = self._by_key.get(key)
+        return promotion.level.name if promotion is not None else ""
 
     def refresh(self) -> None:
         """Look again which levels may be asked; once a step is enough."""
@@ -357,8 +371,11 @@ class Restores:
         if outcome.error is None:
             self._counters.dropped_chunks[level.name, "vanished"] += 1
             self._counters.note(level.name, "dropped", "vanished", key)
+        is_late = isinstance(outcome.error, TierTimeout)
+        why = (level.name, "deadline" if is_late else "read_failed")
         for request in promotion.waiting:
             request.denied.add(key)
+            request.failed_reads[key] = why
         self._pool.abandon(key, slot, buffer_free=done.buffer_free)
         if not done.buffer_free:
             self._late[level.name, done.ticket] = slot

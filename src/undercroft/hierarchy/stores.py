@@ -124,9 +124,7 @@ class Stores:
         for times_more in _SEARCHES:
             num_lacking = len(keys) - len(slots)
             num_wanted = max(MAX_LISTED_AT_ONCE, times_more * 2 * num_lacking)
-            if not num_lacking or self._pool.is_behind_pins:
-                break
-            if not self._fresh.make_room(request.id, num_wanted):
+            if not (num_lacking and self._fresh.make_room(request.id, num_wanted)):
                 break
             slots += self._pool.allocate(keys[len(slots) :], keep=request.loaded)
 

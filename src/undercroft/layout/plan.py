@@ -237,11 +237,10 @@ def fragments(
         raise Bug(f"block ids {block_ids.min()}..{block_ids.max()}, but blocks are {num_blocks}")
     found = []
     for page_bytes, ref_indices in group.refs_by_size:
-        engine = np.empty((len(block_ids), len(ref_indices)), np.int64)
-        region = np.empty_like(engine)
-        for column, index in enumerate(ref_indices):
-            tensor = tensors[group.refs[index].tensor_index]
-            engine[:, column] = tensor.base_bytes + block_ids * tensor.block_stride_bytes
-            region[:, column] = slot_offsets + group.ref_offsets[index] + positions * page_bytes
-        found.append(Fragments(page_bytes, engine, region))
+        places_of = [tensors[group.refs[index].tensor_index] for index in ref_indices]
+        bases = np.array([tensor.base_bytes for tensor in places_of], np.int64)
+        strides = np.array([tensor.block_stride_bytes for tensor in places_of], np.int64)
+        ref_offsets = np.array([group.ref_offsets[index] for index in ref_indices], np.int64)
+        region = (slot_offsets + positions * page_bytes)[:, None] + ref_offsets
+        found.append(Fragments(page_bytes, block_ids[:, None] * strides + bases, region))
     return found

@@ -105,6 +105,13 @@ class Arc:
             return chain(t2, t1)
         return chain(islice(t1, num_over_target), t2, t1)
 
+    def runs(self, stride: int = 1) -> Iterator[Iterator[ChunkKey]]:
+        """T1 first as long as it is over its target, else T2; each whole."""
+        t1, t2 = self._queues[_T1], self._queues[_T2]
+        is_over = self._lengths[_T1] > int(self._target_t1)
+        for queue in (t1, t2) if is_over else (t2, t1):
+            yield from queue.runs(stride)
+
     def _move(self, key: ChunkKey, source: int, target: int) -> None:
         queues, lengths = self._queues, self._lengths
         queues[target].pull(key, queues[source])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from undercroft.keys import ChunkKey
 
-__all__ = ["EvictionPolicy"]
+__all__ = ["EvictionPolicy", "InRuns"]
 
 
 class EvictionPolicy(Protocol):
@@ -44,5 +44,21 @@ class EvictionPolicy(Protocol):
 
         The caller skips what is pinned (and then calls `on_hit` on it, so that it is out of the
         way) and stops early. Calling any other method invalidates the iterator.
+        """
+        ...
+
+
+@runtime_checkable
+class InRuns(Protocol):
+    """A policy that can be looked through in long strides, past many pinned keys at once."""
+
+    def runs(self, stride: int = 1) -> Iterator[Iterator[ChunkKey]]:
+        """Residents in the order of `victims`, or nearly, cut into runs of some hundred.
+
+        As lazy; to step over a run costs as little as to take its first key. The caller does so
+        when that key is pinned.
+
+        Args:
+            stride: Leave all out but every nth; those cost hardly anything.
         """
         ...

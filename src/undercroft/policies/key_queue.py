@@ -179,6 +179,16 @@ class KeyQueue:
             yield from self._segments[index]
             index = self._store.next[index]
 
+    def runs(self, stride: int = 1) -> Iterator[Iterator[ChunkKey]]:
+        """The keys in runs of at most `SEGMENT_KEYS`, as lazily; every `stride`-th run."""
+        index, after = self._head, self._store.next
+        while index >= 0:
+            yield iter(self._segments[index])
+            for _ in range(stride):
+                index = after[index]
+                if index < 0:
+                    return
+
     def _open(self) -> dict[ChunkKey, None]:
         """Append a segment, having joined a few old ones."""
         for _ in range(VISITS_PER_SEGMENT):

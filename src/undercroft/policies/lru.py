@@ -40,3 +40,4 @@ class Lru(KeyQueue):
     on_evict = KeyQueue.remove
     on_drop = KeyQueue.discard
     victims = KeyQueue.__iter__
+    # And `runs`, as it is.

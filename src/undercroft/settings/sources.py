@@ -24,8 +24,8 @@ ENVIRONMENT_PREFIX = "UNDERCROFT_"
 FILE_VARIABLE = "UNDERCROFT_CONFIG"
 """Environment variable that names the TOML file."""
 
-_KUBERNETES = re.compile(r"UNDERCROFT_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
-"""What Kubernetes adds to every container beside a service called `undercroft`."""
+_KUBERNETES = re.compile(r"UNDERCROFT_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
+"""What Kubernetes adds to every container beside a service `undercroft`, or `undercroft-chat`."""
 _TESTS = ENVIRONMENT_PREFIX + "TEST_"
 """Variables of our own test suite, such as the seed of a run that is to be replayed."""
 

@@ -21,9 +21,11 @@ import pytest
 
 from undercroft.errors import Bug
 from undercroft.keys import ChunkKey
-from undercroft.policies.base import EvictionPolicy
+from undercroft.policies.base import EvictionPolicy, InRuns
 
 __all__ = ["PolicySuite", "evict_skipping", "make_keys", "play_history"]
+
+_MAX_RUN = 1024
 
 
 def make_keys(num_keys: int, start: int = 0) -> list[ChunkKey]:
@@ -207,6 +209,24 @@ class PolicySuite:
             policy.on_insert(newcomer)
         assert num_skipped <= 3 * len(pinned)
         assert pinned <= set(policy.victims())
+
+    def test_runs_are_the_victims_in_pieces(self) -> None:
+        """Where a policy has them: the same keys, each once, in pieces that are short and lazy."""
+        policy = self.make(3_000)
+        resident = play_history(policy, make_keys(3_000), 12_000, seed=2)
+        if not isinstance(policy, InRuns):
+            return
+        pieces = [list(run) for run in policy.runs()]
+        keys = [key for piece in pieces for key in piece]
+        assert len(keys) == len(resident)
+        assert set(keys) == resident
+        assert max(map(len, pieces)) <= _MAX_RUN, "a run is not short"
+        assert len(pieces) <= 2 + len(resident) // 16, "runs are not worth a stride"
+        heads = [next(run, None) for run in policy.runs(3)]
+        firsts = [piece[0] if piece else None for piece in pieces]
+        assert heads[0] == firsts[0]
+        assert set(heads) <= set(firsts)
+        assert len(pieces) / 3 <= len(heads) <= len(pieces) / 3 + 2
 
     def test_memory_is_bounded(self) -> None:
         """What has left for good leaves no trace: ghosts are bounded by the capacity."""

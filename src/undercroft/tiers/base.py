@@ -144,6 +144,14 @@ class Following(Protocol):
         """
         ...
 
+    def take_lost(self) -> Iterable[tuple[ChunkKey, str]]:
+        """Chunks of ours that went since the last call though nobody deleted them, and why.
+
+        `vanished`: their files were removed or damaged; `given_up`: others had a right to the room.
+        Scheduler thread; no I/O; cheap when there are none; a thousand or so a call.
+        """
+        ...
+
 
 @runtime_checkable
 class Described(Protocol):

@@ -88,6 +88,10 @@ class _FollowingAbility(WrappingTier):
         extra = self.overhead_bytes
         return ((key, num_bytes - extra) for key, num_bytes in self.inner.take_adopted())
 
+    def take_lost(self) -> Iterable[tuple[ChunkKey, str]]:
+        lost: Iterable[tuple[ChunkKey, str]] = self.inner.take_lost()
+        return lost
+
 
 def _abilities(inner: Tier) -> tuple[type[WrappingTier], ...]:
     pairs: tuple[tuple[type, type[WrappingTier]], ...] = (

@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 
 from undercroft.engines.vllm import UndercroftConnector
 from undercroft.engines.vllm.adapters import Adapters, untagged
+from undercroft.testing.clock import ManualClock
 
 SMALL = {"host": "4MiB"}
 TOKENS = 160
@@ -191,3 +192,28 @@ def test_files_are_read_once_an_adapter(tmp_path):
     adapters = Adapters({}, lambda path, _: num_reads.append(path) or path)
     tags = {adapters.tag(1, "a", str(tmp_path)).value for _ in range(5)}
     assert len(num_reads) == len(tags) == 1
+
+
+def test_many_adapters_do_not_fill_the_log(caplog):
+    """What is noted of each, such as that only its name is known, is said once a minute."""
+    clock = ManualClock()
+    adapters = Adapters({"HOME": "/nowhere"}, clock=clock)
+    for number in range(50):
+        adapters.tag(number, f"a{number}", f"some/adapter-{number}")
+    assert len(caplog.messages) == 1
+    assert "some/adapter-0" in caplog.messages[0]
+    clock.advance(61)
+    adapters.tag(99, "b", "other/adapter")
+    assert "49 times more" in caplog.messages[1]
+
+
+def test_adapters_beyond_the_bound_cost_nothing_and_keep_nothing(monkeypatch, caplog):
+    """A server that goes through ever new adapters: no read of files for those, and one line."""
+    monkeypatch.setattr("undercroft.engines.vllm.adapters._MAX_KNOWN", 3)
+    reads = []
+    adapters = Adapters({}, lambda path, _: reads.append(path) or path, ManualClock())
+    tags = [adapters.tag(number, "a", f"some/adapter-{number}") for number in range(6)]
+    assert [tag.is_sure for tag in tags] == [True] * 3 + [False] * 3
+    assert len(reads) == 3
+    assert len(caplog.messages) == 1
+    assert adapters.tag(0, "a", "some/adapter-0") is tags[0]

@@ -21,7 +21,7 @@ class HfConfig:
         return self.fields
 
 
-def engine(hf=None, *, model=(), cache=(), speculative=None):
+def engine(hf=None, *, model=(), cache=(), speculative=None, load_format="auto"):
     return SimpleNamespace(
         model_config=SimpleNamespace(
             hf_text_config=HfConfig(**(hf or {})),
@@ -29,6 +29,7 @@ def engine(hf=None, *, model=(), cache=(), speculative=None):
         ),
         cache_config=SimpleNamespace(**{"cache_dtype": "auto", **dict(cache)}),
         speculative_config=speculative,
+        load_config=SimpleNamespace(load_format=load_format),
     )
 
 
@@ -40,7 +41,9 @@ OTHERS = {
     "revision": engine(model={"revision": "abc"}),
     "KV dtype": engine(cache={"cache_dtype": "fp8"}),
     "drafter": engine(speculative=SimpleNamespace(method="eagle", model="d")),
+    "random weights": engine(load_format="dummy"),
 }
+LONG_ROPE = {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -53,6 +56,28 @@ def test_what_does_not_is_left_out():
     """The same model saved by another version of transformers is the same model."""
     assert model_facts(engine({"transformers_version": "6.0"})) == model_facts(engine())
     assert model_facts(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("hf", "counts"),
+    [
+        ({}, False),
+        (LONG_ROPE, True),
+        ({"rope_scaling": {"type": "LongRope"}}, True),
+        ({"model_type": "llama4_text"}, True),
+    ],
+)
+def test_the_longest_prompt_counts_where_it_decides_bytes(hf, counts):
+    """`--max-model-len` chooses LongRoPE's factors and Llama 4's temperature, else nothing."""
+    short, long = (engine(hf, model={"max_model_len": n}) for n in (4096, 131072))
+    assert (model_facts(short) != model_facts(long)) is counts
+
+
+def test_random_weights_of_one_seed_are_the_same():
+    """`--load-format dummy` is a model of its own, and not the one in the files."""
+    one, other = (engine(model={"seed": n}, load_format="dummy") for n in (0, 1))
+    assert model_facts(one) != model_facts(other)
+    assert model_facts(engine(load_format="safetensors")) == model_facts(engine())
 
 
 def test_facts_are_json_and_short():

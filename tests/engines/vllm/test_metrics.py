@@ -100,7 +100,10 @@ def test_a_life_of_metrics_through_prometheus(prometheus, tmp_path):
         total = "vllm:undercroft_{}_total".format
         assert read(total("lookups"), result="hit") == counters.lookup_hits > 0
         assert read(total("lookups"), result="miss") == counters.lookup_misses.total() > 0
-        assert read(total("lookup_misses"), reason="absent") == counters.lookup_misses["absent"]
+        assert (
+            read(total("lookup_misses"), level="none", reason="absent")
+            == (counters.lookup_misses["none", "absent"])
+        )
         for name in ("stored_chunks", "stored_bytes", "loaded_chunks", "loaded_bytes"):
             assert read(total(name)) == getattr(counters, name) > 0, name
         for name in ("cascaded_chunks", "cascaded_bytes", "promoted_chunks", "promoted_bytes"):
@@ -132,7 +135,7 @@ def test_residency_is_not_pins(prometheus):
         rig.run(prompt(1, 320))
         observe_all(made, rig)
         assert read("vllm:undercroft_residency_ratio", level="host") == 1.0
-        assert read("vllm:undercroft_pinned_chunks") == 0.0
+        assert read("vllm:undercroft_pinned_chunks", level="host") == 0.0
         assert read("vllm:undercroft_capacity_bytes", level="host") == 80 << 10
 
 
@@ -145,7 +148,7 @@ def test_pins_are_seen_while_a_load_is_under_way(prometheus):
         rig.submit(prompt(1, 160))
         rig.step()
         observe_all(made, rig)
-        assert read("vllm:undercroft_pinned_chunks") == 10
+        assert read("vllm:undercroft_pinned_chunks", level="host") == 10
         rig.hold_acks = False
         rig.settle()
 
@@ -208,10 +211,16 @@ def reasons_in_the_source():
     folders = (source / "hierarchy", source / "engines" / "vllm")
     text = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     misses = set(re.findall(r'_miss\([^)]*"(\w+)"\)', text))
-    misses |= set(re.findall(r'lookup_misses\["(\w+)"\]', text))
+    misses |= set(re.findall(r'lookup_misses\[NO_LEVEL, "(\w+)"\]', text))
+    misses |= set(re.findall(r'return (?:level\.name|NO_LEVEL), "(\w+)"', text))
+    for pair in re.findall(r'why = \(level\.name, "(\w+)" if .* else "(\w+)"\)', text):
+        misses |= set(pair)
     declined = set(re.findall(r'_decline\("(\w+)"', text))
     declined |= set(re.findall(r'declined(?:_chunks)?\[[^\]]*"(\w+)"\]', text))
     dropped = set(re.findall(r'dropped_chunks\[[^\]]*"(\w+)"\]', text))
+    disk = "".join(path.read_text() for path in (source / "tiers" / "disk").glob("*.py"))
+    dropped |= set(re.findall(r'note_lost\(.*?, "(\w+)"', disk))
+    dropped |= set(re.findall(r'\.keys, "(\w+)"\n', disk))
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, errors.TierError | errors.CorruptChunk):
             dropped.add(drop_reason(kind("x")))
@@ -221,7 +230,7 @@ def reasons_in_the_source():
 def test_the_label_values_are_bounded_and_known():
     """All reasons that the code can give are declared, start at zero, and are on the page."""
     misses, declined, dropped = reasons_in_the_source()
-    assert misses == set(MISS_REASONS)
+    assert misses == {reason for part in MISS_REASONS.values() for reason in part}
     assert declined == {reason for part in DECLINE_REASONS.values() for reason in part}
     assert dropped - {"error"} == {reason for part in DROP_REASONS.values() for reason in part}
     page = PAGE.read_text()
@@ -235,8 +244,9 @@ def test_a_counter_is_there_before_it_counts(prometheus, tmp_path):
         rig.step()
         observe_all(made, rig)
         total = "vllm:undercroft_{}_total".format
-        for reason in MISS_REASONS:
-            assert read(total("lookup_misses"), reason=reason) == 0
+        for place, level in (("none", "none"), ("host", "host"), ("below", "nvme")):
+            for reason in MISS_REASONS[place]:
+                assert read(total("lookup_misses"), level=level, reason=reason) == 0
         for reason in DROP_REASONS["below"]:
             assert read(total("dropped_chunks"), level="nvme", reason=reason) == 0
         for reason in DECLINE_REASONS["host"]:

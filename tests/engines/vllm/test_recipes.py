@@ -271,7 +271,7 @@ def test_b17_residency_and_pins_are_two_numbers(tmp_path):
 
         gauges = StepStats(rig.hierarchy, Pace(SystemClock())).take().data["data"]
         assert gauges["vllm:undercroft_residency_ratio"] == {("host",): 1.0}
-        assert gauges["vllm:undercroft_pinned_chunks"] == {(): 0}
+        assert gauges["vllm:undercroft_pinned_chunks"] == {("host",): 0}
 
 
 def test_b18_nobody_else_can_read_it(tmp_path):

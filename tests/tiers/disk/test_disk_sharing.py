@@ -3,8 +3,9 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,8 +16,9 @@ import pytest
 from undercroft.errors import CorruptChunk, KvError, TierFull
 from undercroft.keys import Namespace
 from undercroft.tiers.disk import DiskTier
+from undercroft.tiers.disk.files import Files
 
-from .support import content, disk, du, files, key, put, right
+from .support import ManualClock, content, disk, du, files, key, put, right
 
 OTHER = Namespace({"model": "another"})
 
@@ -177,6 +179,53 @@ def test_segments_of_a_killed_owner_are_adopted(tmp_path: Path) -> None:
     again = disk(tmp_path, capacity_bytes=capacity)
     assert own(again) == stored - 2
     again.close()
+
+
+class HangsOnce(Files):
+    """One record, once it is asked to, is never written."""
+
+    def __init__(self) -> None:
+        self.must_hang = False
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        if self.must_hang:
+            self.must_hang = False
+            threading.Event().wait()
+        super().pwritev(fd, buffers, offset)
+
+
+def put_beside_a_store_that_hangs(tier: DiskTier, numbers: list[int]) -> int:
+    """Stores that are done, and whose news wait for one that is not, in the same segment."""
+    injected = tier._files
+    assert isinstance(injected, HangsOnce)
+    injected.must_hang = True
+    threading.Thread(target=put, args=(tier, 999), daemon=True).start()
+    while injected.must_hang:
+        time.sleep(0.001)
+    return put_all(tier, numbers)
+
+
+def test_the_last_stores_of_a_killed_process_are_found_by_those_that_live(tmp_path: Path) -> None:
+    """Killed before it told anybody of fifteen finished stores: two seconds later all are there.
+
+    Without taking the dead one's segments over.
+    """
+    room = {"capacity_bytes": 16 << 20}
+    with process(tmp_path, files=HangsOnce(), clock=ManualClock(), **room) as writer:
+        reader = disk(tmp_path, **room)
+        assert writer(put_all, [100]) == 1
+        assert hits(reader, [100]) == [100]
+        numbers = list(range(15))
+        assert writer(put_beside_a_store_that_hangs, numbers) == 15
+        assert hits(reader, numbers) == [], "told already, or this test proves nothing"
+        writer.kill()
+        until = time.monotonic() + 10
+        while hits(reader, numbers) != numbers and time.monotonic() < until:
+            time.sleep(0.1)
+        assert hits(reader, numbers) == numbers
+        assert reader.stats()["adopted"] == 0
+        assert own(reader) == 0
+        reader.close()
 
 
 def test_replicas_share_what_a_dead_run_left(tmp_path: Path) -> None:

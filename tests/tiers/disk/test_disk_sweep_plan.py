@@ -1,5 +1,6 @@
 """What can go is named with its reason; what an engine has open never is; removing it is safe."""
 
+import os
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from undercroft.tiers.disk.sweep import Reason, Waste, plan, remove
 
 from .stores import CAPACITY, OTHER, age, fill, held, look
 from .support import NAMESPACE, disk, du, files, right
+from .test_disk_history import history
 
 DAY_S = 86400.0
 
@@ -87,6 +89,38 @@ def test_old_manifests_go_and_later_segments_stay(tmp_path: Path) -> None:
     page[8] = 9
     index.write_bytes(page)
     assert planned(tmp_path, unused_s=0.0, capacity_bytes=1) == []
+
+
+@pytest.mark.parametrize("is_one_running", [True, False])
+def test_histories_of_engines_long_gone_go(tmp_path: Path, is_one_running: bool) -> None:
+    """Of three engines that ran at once: neither what one writes nor the youngest of them goes."""
+    fill(tmp_path, range(9))
+    engines = [history(tmp_path) for _ in range(3)]
+    paths = []
+    for engine in engines:
+        before = set(files(tmp_path, "history-*"))
+        assert engine.open()
+        paths += set(files(tmp_path, "history-*")) - before
+    for engine in engines[is_one_running:]:
+        engine.close()
+    age(tmp_path, 40 * DAY_S)
+    os.utime(paths[2], (time.time() - 35 * DAY_S,) * 2)
+    gone = paths[1:2] if is_one_running else paths[:2]
+    found = planned(tmp_path)
+    assert {waste.reason for waste in found} == {Reason.OLD_HISTORY}
+    assert {Path(waste.path) for waste in found} == set(gone)
+    catalog = Catalog(str(tmp_path), SystemClock())
+    engines[1].open()  # goes on with one of them
+    answers = [remove(waste, Removal(catalog)) for waste in found]
+    assert all(not answer or "goes on with it" in answer for answer in answers)
+    assert [Path(w.path).exists() for w in found] == [bool(answer) for answer in answers]
+    for engine in engines:
+        engine.close()
+    os.utime(paths[2], (time.time(),) * 2)
+    assert not any(swept(tmp_path))
+    assert planned(tmp_path) == []
+    assert paths[2].exists()
+    assert history(tmp_path).open()
 
 
 def test_nothing_is_planned_on_an_unsettled_look(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from undercroft.tiers.disk import DiskTier
 from undercroft.tiers.disk.buffers import AlignedPool, is_aligned
 from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.records import RecordIo
-from undercroft.tiers.disk.table import RING_AT
+from undercroft.tiers.disk.table import ENTRY_BYTES, RING_AT
 
 from .support import ManualClock, content, disk, key, put, right
 
@@ -103,6 +103,56 @@ def test_a_store_that_hangs_keeps_no_news_back(tmp_path: Path) -> None:
         shut.set()
         finish(injected, hanging)
     assert seen(reader, [1]) == [1]
+    writer.close()
+    reader.close()
+
+
+class Tables(Files):
+    """Counts tables that are read whole."""
+
+    def __init__(self) -> None:
+        self.num_read = 0
+
+    def pread(self, fd: int, num_bytes: int, offset: int) -> bytes:
+        self.num_read += offset == 4096 and num_bytes > ENTRY_BYTES
+        return super().pread(fd, num_bytes, offset)
+
+
+def test_what_the_ring_left_out_is_found_after_a_second_of_quiet(tmp_path: Path) -> None:
+    """An owner may die between entries and ring: its last stores and deletes are seen.
+
+    From one more reading of the table, however long it is quiet then; and what a reader found to be
+    bad stays so.
+    """
+    injected, tables, clock = Watched(), Tables(), ManualClock()
+    writer = disk(tmp_path, files=injected)
+    for number in range(4):
+        put(writer, number)
+    reader = disk(tmp_path, files=tables, clock=clock)
+    segment, slot, _ = reader._holdings.pin(key(3)) or pytest.fail("not followed")
+    reader._holdings.forget(key(3), segment, slot)
+    reader._leave(segment, slot)
+    for _ in range(4):
+        clock.t += 1.01
+        assert seen(reader, range(4)) == [0, 1, 2]
+    injected.broken = True
+    writer.delete(key(0))
+    for number in (10, 11, 12):
+        put(writer, number)
+    before = tables.num_read
+    for _ in range(9):
+        clock.t += 0.11
+        assert seen(reader, [10, 11, 12]) == [], "told already, or looked at too often"
+    assert tables.num_read == before
+    clock.t += 0.11
+    assert seen(reader, [0, 1, 2, 3, 10, 11, 12]) == [1, 2, 10, 11, 12]
+    for _ in range(5):
+        clock.t += 1.01
+        assert seen(reader, [0, 1, 2, 3, 10, 11, 12]) == [1, 2, 10, 11, 12]
+    assert tables.num_read == before + 1
+    injected.broken = False
+    put(writer, 13)
+    assert seen(reader, [1, 10, 13]) == [1, 10, 13]
     writer.close()
     reader.close()
 

@@ -18,7 +18,9 @@ from pathlib import Path
 
 from vllm.v1.kv_offload.base import OffloadKey
 
+from undercroft.clock import Clock, SystemClock
 from undercroft.identity import weights_fingerprint
+from undercroft.log import SparingLog
 
 __all__ = ["AdapterTag", "Adapters", "untagged"]
 
@@ -74,15 +76,18 @@ class Adapters:
     Args:
         environ: The process's environment, for the place of the hub cache.
         fingerprint: Digest of the content behind a path.
+        clock: For how often something is logged.
     """
 
     def __init__(
         self,
         environ: Mapping[str, str],
         fingerprint: Callable[[str, Mapping[str, str]], str] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._environ = environ
-        self._fingerprint = fingerprint or _fingerprint
+        self._log = SparingLog(_LOG, clock or SystemClock())
+        self._fingerprint = fingerprint or self._of_files
         self._known: dict[int, _Known] = {}
 
     def tag(self, adapter_id: int, name: str, path: str) -> AdapterTag:
@@ -93,10 +98,10 @@ class Adapters:
         """
         known = self._known.get(adapter_id)
         if known is None:
-            known = self._read(path)
             if len(self._known) == _MAX_KNOWN:
-                known.tag.is_sure = False
-                return known.tag
+                self._log.warning("more than %d adapters: nothing is kept for more", _MAX_KNOWN)
+                return AdapterTag(_MAGIC + bytes(_DIGEST_BYTES), is_sure=False)
+            known = self._read(path)
             self._known[adapter_id] = known
         elif known.tag.is_sure and known.signature != _signature(path):
             again = self._read(path)
@@ -105,7 +110,7 @@ class Adapters:
         else:
             return known.tag
         if not known.tag.is_sure:
-            _LOG.warning(
+            self._log.warning(
                 "the files of adapter %s changed while it was in use: which content the engine "
                 "has is not known, so nothing is kept for it until it is loaded under another id",
                 name,
@@ -119,12 +124,11 @@ class Adapters:
         digest = hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
         return _Known(after, AdapterTag(_MAGIC + digest, is_sure=before == after))
 
-
-def _fingerprint(path: str, environ: Mapping[str, str]) -> str:
-    found = weights_fingerprint(path, environ=environ)
-    if found.note:
-        _LOG.warning("adapter: %s", found.note)
-    return f"{found.kind} {found.value}"
+    def _of_files(self, path: str, environ: Mapping[str, str]) -> str:
+        found = weights_fingerprint(path, environ=environ)
+        if found.note:
+            self._log.warning("adapter: %s", found.note)
+        return f"{found.kind} {found.value}"
 
 
 def _signature(path: str) -> _Signature:

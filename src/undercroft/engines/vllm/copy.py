@@ -54,13 +54,13 @@ class Span:
         """The memory of a contiguous array."""
         return cls(array.ctypes.data, array.nbytes, (array,))
 
-    def rows(self, offset: int, num_rows: int, step: int, row_bytes: int) -> NDArray[np.void]:
-        """Rows of opaque bytes, `step` bytes apart, which may be negative."""
-        return np.ndarray((num_rows,), f"V{row_bytes}", self.buffer, offset, (step,))
+    def rows(self, row_bytes: int) -> NDArray[np.void]:
+        """A row of opaque bytes at every offset: element `i` starts at byte `i`.
 
-    def everywhere(self, row_bytes: int) -> NDArray[np.void]:
-        """A row of opaque bytes at every offset: element `i` starts at byte `i`."""
-        return self.rows(0, self.num_bytes - row_bytes + 1, 1, row_bytes)
+        Rows that are evenly spaced are a slice of it, which numpy makes sooner than a new array.
+        """
+        count = self.num_bytes - row_bytes + 1
+        return np.ndarray((count,), f"V{row_bytes}", self.buffer, 0, (1,))
 
 
 def copy_pages(
@@ -96,7 +96,7 @@ def copy_pages(
     best = min(range(len(turns)), key=lambda index: turns[index].size)
     to, of = orders[best]
     has_runs = turns[best].size <= to.size // 2
-    starts = _run_starts(turns[best]) if has_runs else list(range(to.size))
+    starts = _run_starts(turns[best]) if has_runs else np.arange(to.size)
     if to.size * page_bytes >= _MIN_RUN_BYTES * len(starts):
         yield from _copy_runs(target, to, source, of, page_bytes, starts)
     else:
@@ -137,43 +137,59 @@ def _turns(to: Offsets, of: Offsets) -> Offsets:
     return np.flatnonzero((np.diff(to_steps) != 0) | (np.diff(of_steps) != 0)) + 1
 
 
-def _run_starts(turns: Offsets) -> list[int]:
+def _run_starts(turns: Offsets) -> Offsets:
     """Starts of runs in which both sides advance evenly; greedy, so at most twice the fewest."""
+    # A run ends at a turn, and the odd step leads to the start of the next one: another turn.
+    ends, nexts = turns[::2], turns[1::2]
+    if len(ends) == len(nexts) and np.array_equal(ends + 1, nexts):
+        return np.concatenate([[0], nexts])
     starts = [0]
     for turn in turns.tolist():
-        # A run ends at a turn, and the odd step leads to the start of the next one.
         if turn > starts[-1]:
             starts.append(turn + 1)
-    return starts
+    return np.array(starts, np.int64)
 
 
 def _copy_runs(
-    target: Span, to: Offsets, source: Span, of: Offsets, page_bytes: int, starts: list[int]
+    target: Span, to: Offsets, source: Span, of: Offsets, page_bytes: int, starts: Offsets
 ) -> Iterator[int]:
-    step_rows = max(1, STEP_BYTES // page_bytes)
-    bounds = [*starts, to.size]
+    into, origin = target.rows(page_bytes), source.rows(page_bytes)
+    most = max(1, STEP_BYTES // page_bytes)
+    lengths = np.diff(starts, append=to.size)
+    if lengths.max() > most:
+        runs = pairwise([*starts.tolist(), to.size])
+        starts = np.concatenate([np.arange(start, end, most) for start, end in runs])
+        lengths = np.diff(starts, append=to.size)
+    there, here = _slices(to, starts, lengths), _slices(of, starts, lengths)
     copied = 0
-    for start, end in pairwise(bounds):
-        for row in range(start, end, step_rows):
-            num_rows = min(end - row, step_rows)
-            to_start, of_start = int(to[row]), int(of[row])
-            to_step = int(to[row + 1]) - to_start if num_rows > 1 else page_bytes
-            of_step = int(of[row + 1]) - of_start if num_rows > 1 else page_bytes
-            into = target.rows(to_start, num_rows, to_step, page_bytes)
-            into[...] = source.rows(of_start, num_rows, of_step, page_bytes)
-            copied += num_rows * page_bytes
-            if copied >= STEP_BYTES:
-                yield copied
-                copied = 0
+    for length, target_rows, source_rows in zip(lengths.tolist(), there, here, strict=True):
+        into[target_rows] = origin[source_rows]
+        copied += length * page_bytes
+        if copied >= STEP_BYTES:
+            yield copied
+            copied = 0
     if copied:
         yield copied
+
+
+def _slices(offsets: Offsets, starts: Offsets, lengths: Offsets) -> Iterator[slice]:
+    """Of `Span.rows`, the rows of each run; only the first one if all are the same."""
+    firsts = offsets[starts]
+    steps = offsets[starts + (lengths > 1)] - firsts
+    lengths = np.where(steps != 0, lengths, 1)
+    steps[lengths == 1] = 1
+    ends = firsts + lengths * steps
+    stops: list[int | None] = ends.tolist()
+    if ends.min() < 0:  # downwards, to the very first byte
+        stops = [None if stop < 0 else stop for stop in ends.tolist()]
+    return map(slice, firsts.tolist(), stops, steps.tolist())
 
 
 def _copy_tiles(
     target: Span, to: Offsets, source: Span, of: Offsets, page_bytes: int
 ) -> Iterator[int]:
     tile_rows = max(1, _TILE_BYTES // page_bytes)
-    into, origin = target.everywhere(page_bytes), source.everywhere(page_bytes)
+    into, origin = target.rows(page_bytes), source.rows(page_bytes)
     copied = 0
     for row in range(0, to.size, tile_rows):
         tile = slice(row, row + tile_rows)

@@ -66,7 +66,22 @@ def model_facts(config: VllmConfig | None) -> dict[str, Any]:
     speculative = config.speculative_config
     if speculative is not None:
         facts["speculative"] = _fields(speculative, "method", "model", "num_speculative_tokens")
+    if _depends_on_context(hf_config):
+        facts["max_model_len"] = getattr(model, "max_model_len", None)
+    load = getattr(config, "load_config", None)
+    if getattr(load, "load_format", None) == "dummy":
+        facts["dummy_weights"] = _fields(model, "seed")
     return facts
+
+
+def _depends_on_context(hf_config: Mapping[str, Any]) -> bool:
+    """Whether vLLM computes other bytes under another `--max-model-len`.
+
+    LongRoPE takes its long factors for all positions if that exceeds the original length; Llama 4
+    turns on a temperature of its attention.
+    """
+    is_long_rope = "longrope" in json.dumps(hf_config, default=str).lower()
+    return is_long_rope or str(hf_config.get("model_type")).startswith("llama4")
 
 
 def leave_facts(buffer: memoryview) -> None:

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
 
 from undercroft.engines.vllm.tally import Pace
 from undercroft.hierarchy.breaker import BreakerState
-from undercroft.hierarchy.counters import Counters, Samples
+from undercroft.hierarchy.counters import NO_LEVEL, Counters, Samples
 from undercroft.hierarchy.hierarchy import LEVEL_0, Hierarchy
 from undercroft.hierarchy.level import Level
 from undercroft.tiers.base import Bounded
@@ -36,7 +36,11 @@ __all__ = [
 
 PREFIX = "vllm:undercroft_"
 
-MISS_REASONS = ("absent", "deadline", "evicted_again", "not_restored")
+MISS_REASONS = {
+    NO_LEVEL: ("absent",),
+    LEVEL_0: ("deadline",),
+    "below": ("deadline", "evicted_again", "not_restored", "read_failed", "unavailable"),
+}
 DECLINE_REASONS = {
     LEVEL_0: ("before_reset", "full", "not_admitted"),
     "below": (
@@ -55,6 +59,7 @@ DROP_REASONS = {
         "corrupt",
         "formattoonew",
         "full",
+        "given_up",
         "timeout",
         "unavailable",
         "vanished",
@@ -69,7 +74,7 @@ _SECONDS = (
 
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "lookups": ("Lookups of one chunk, by answer.", ("result",)),
-    "lookup_misses": ("Lookups answered MISS, by reason.", ("reason",)),
+    "lookup_misses": ("Lookups answered MISS, by where and why.", ("level", "reason")),
     "hit_chunks": ("Chunks that requests went on to load, by where they were.", ("level",)),
     "hit_tokens": ("Prompt tokens not computed because of them.", ("level",)),
     "saved_prefill_seconds": (
@@ -102,7 +107,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "resident_bytes": ("Bytes of a level that hold chunks.", ("level",)),
     "capacity_bytes": ("Bytes a level may hold.", ("level",)),
     "residency_ratio": ("Resident bytes over capacity, 0 to 1.", ("level",)),
-    "pinned_chunks": ("Chunks of host memory that may not be evicted now.", ()),
+    "pinned_chunks": ("Chunks of a level that may not be evicted now.", ("level",)),
     "waiting_restores": ("Requests that wait for chunks of a lower level.", ()),
     "moving_chunks": ("Chunks on their way to or from a lower level.", ()),
     "waiting_chunks": ("Chunks whose turn to be copied down to a level has not come.", ("level",)),
@@ -171,8 +176,8 @@ def _counters(hierarchy: Hierarchy) -> Iterator[_Reading]:
     yield "lookups", ("miss",), counters.lookup_misses.total()
     for name in _PLAIN:
         yield name, (), getattr(counters, name)
-    for reason, count in counters.lookup_misses.items():
-        yield "lookup_misses", (reason,), count
+    for labels, count in counters.lookup_misses.items():
+        yield "lookup_misses", labels, count
     for name in _BY_LEVEL:
         totals: Mapping[str, float] = getattr(counters, name)
         for level, total in totals.items():
@@ -192,11 +197,12 @@ def _counters(hierarchy: Hierarchy) -> Iterator[_Reading]:
 def _zeros(hierarchy: Hierarchy) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Every counter that may come to be: a rate sees a first event only if there was a zero."""
     yield from (("lookups", (result,)) for result in _RESULTS)
-    yield from (("lookup_misses", (reason,)) for reason in MISS_REASONS)
+    yield from (("lookup_misses", (NO_LEVEL, reason)) for reason in MISS_REASONS[NO_LEVEL])
     yield from ((name, ()) for name in _PLAIN)
     levels = [level.name for level in hierarchy.levels]
     for level in (LEVEL_0, *levels):
         place = LEVEL_0 if level == LEVEL_0 else "below"
+        yield from (("lookup_misses", (level, reason)) for reason in MISS_REASONS[place])
         yield from (("dropped_chunks", (level, reason)) for reason in DROP_REASONS[place])
         yield from (("declined_chunks", (level, reason)) for reason in DECLINE_REASONS[place])
         for name in ("hit_chunks", "hit_tokens", "saved_prefill_seconds", "evicted_chunks"):
@@ -212,7 +218,7 @@ def _gauges(hierarchy: Hierarchy, pace: Pace) -> Iterator[_Reading]:
     yield "is_on", (), 1
     used, capacity = hierarchy.pool.residency()
     yield from _room(LEVEL_0, used, capacity)
-    yield "pinned_chunks", (), hierarchy.pool.slots.num_pinned
+    yield "pinned_chunks", (LEVEL_0,), hierarchy.pool.slots.num_pinned
     yield "waiting_restores", (), hierarchy.restores.num_waiting
     yield "moving_chunks", (), len(hierarchy.restores) + len(hierarchy.cascade)
     if (seconds_per_token := pace.seconds_per_token) is not None:

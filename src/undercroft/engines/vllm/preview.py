@@ -56,8 +56,9 @@ def preview(words: Sequence[str]) -> dict[str, Any]:
     Returns:
         `version`, `doubt` (one line to warn with, or None), `device`, `device_served`; with a model
         also `refused` (one line, or None), and what is known of the model: `dtype`, `block_tokens`,
-        `hash_algorithm`, `prefix_caching`, `revision`, `max_model_tokens`, `replicas`, and `chunk`
-        (`bytes`, `tokens`) or `unforeseen`, a line that says why not.
+        `hash_algorithm`, `prefix_caching`, `revision`, `max_model_tokens`, `replicas`,
+        `shutdown_timeout_s`, and `chunk` (`bytes`, `tokens`) or `unforeseen`, a line that says why
+        not.
     """
     found: dict[str, Any] = {
         "version": vllm_version,
@@ -96,6 +97,7 @@ def _model(config: VllmConfig) -> dict[str, Any]:
         "revision": model.revision,
         "max_model_tokens": model.max_model_len,
         "replicas": config.parallel_config.data_parallel_size,
+        "shutdown_timeout_s": config.shutdown_timeout,
     }
 
 

@@ -25,6 +25,7 @@ from undercroft.tiers.disk.epoch import EpochFile
 from undercroft.tiers.disk.files import Files, translate
 from undercroft.tiers.disk.names import (
     EPOCH_NAME,
+    HISTORY,
     LOCK_NAME,
     MANIFEST_NAME,
     NAMESPACE,
@@ -241,6 +242,7 @@ class Catalog:
         users: dict[str, Users] = {}
         own: list[Piece] = []
         temporaries: list[Piece] = []
+        spare: list[Piece] = []
         for name in self.files.list(directory):
             path = f"{directory}/{name}"
             with suppress(FileNotFoundError):
@@ -258,6 +260,9 @@ class Catalog:
                     own.append(self._piece(path, found))
                     if name == MANIFEST_NAME:
                         users[name] = self._users(path, found, shared=True, is_settled=is_settled)
+                    elif HISTORY.fullmatch(name):
+                        held = self._users(path, found, shared=False, is_settled=is_settled).is_held
+                        spare += own[-1:] if held is False else []
                 else:
                     foreign.append(self._tree(path))
         nobody = Users(is_held=False if is_settled else None)
@@ -277,6 +282,7 @@ class Catalog:
             tuple(own),
             tuple(temporaries),
             users.get(MANIFEST_NAME, nobody),
+            spare=tuple(spare),
         )
 
     # --- what is in the files -----------------------------------------------------------------

@@ -29,6 +29,7 @@ class Follower:
 
     def follow(self) -> None:
         """See what other processes did: new segments, gone ones, changed ones."""
+        now_s = self._ground.clock.now_s()
         stat, root = self._ground.files.stat, self._ground.root
         listed_ns = (stat(root.path).st_mtime_ns, stat(root.directory).st_mtime_ns)
         if listed_ns != self._listed_ns or not self._settled:
@@ -39,10 +40,24 @@ class Follower:
             self._list_foreign()
         for segment in list(self._ground.holdings.foreign.values()):
             try:
-                sighting = segment.disk_look(self._ground.files)
+                sighting = segment.disk_look(self._ground.files, now_s)
             except (CorruptChunk, FormatTooNew):
                 segment.stale = True
                 continue
+            if sighting:
+                self._ground.holdings.see(segment, sighting)
+        self._compare_one(now_s)
+
+    def _compare_one(self, now_s: float) -> None:
+        """Read one table for what its ring left out: the one that changed last, of those due.
+
+        One a call bounds what a start beside many segments costs.
+        """
+        files, foreign = self._ground.files, self._ground.holdings.foreign
+        due = [s for s in list(foreign.values()) if s.disk_is_due(files, now_s)]
+        if due:
+            segment = max(due, key=lambda s: s.settled_s)
+            sighting = segment.disk_compare(files, now_s)
             if sighting:
                 self._ground.holdings.see(segment, sighting)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from undercroft.clock import Clock
 from undercroft.log import SparingLog
 from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.holdings import Holdings
@@ -34,6 +35,7 @@ class Ground:
     records: RecordIo
     holdings: Holdings
     limits: Limits
+    clock: Clock
     log: SparingLog
     usage: Usage = field(default_factory=Usage)
     num_looks: int = 0

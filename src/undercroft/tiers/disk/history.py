@@ -56,6 +56,8 @@ REASONS = (
     "not_restored",
     "evicted_again",
     "load_failed",
+    "read_failed",
+    "given_up",
 )
 """Codes are places in these; both only ever grow at the end."""
 

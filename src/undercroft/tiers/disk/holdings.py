@@ -7,7 +7,8 @@ slot meanwhile. Reads of the tables by the scheduler thread take no lock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,8 @@ __all__ = ["Holdings", "Reservation"]
 
 _SLOT_MASK = 0xFFFFFFFF
 _BATCH = 2048
+_MAX_TAKEN = 1024
+"""Lost chunks that one call tells of: the scheduler thread books them."""
 
 
 @dataclass(slots=True)
@@ -49,6 +52,7 @@ class Holdings:
         self._writing: set[bytes] = set()
         self._roomy: dict[int, dict[OwnSegment, None]] = {}
         self._adopted: list[tuple[bytes, int]] = []
+        self._lost: deque[tuple[bytes, int, str]] = deque()
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._own_keys or (bool(self.foreign) and key in self._foreign_keys)
@@ -228,6 +232,28 @@ class Holdings:
             adopted, self._adopted = self._adopted, []
         return adopted
 
+    def note_lost(self, chunks: Iterable[tuple[bytes, int]], why: str) -> None:
+        """Remember chunks, each with its epoch, that went with their files, for `take_lost`."""
+        with self.lock:
+            self._lost.extend((key, epoch, why) for key, epoch in chunks)
+
+    def take_lost(self) -> list[tuple[bytes, str]]:
+        """Some chunks of ours that were lost otherwise than by `forget`, and why."""
+        if not self._lost:
+            return []
+        with self.lock:
+            taken = [self._lost.popleft() for _ in range(min(_MAX_TAKEN, len(self._lost)))]
+            return [
+                (key, why)
+                for key, epoch, why in taken
+                if epoch == self.epoch and key not in self._own_keys
+            ]
+
+    def own_chunks(self) -> list[tuple[bytes, int]]:
+        """The keys of all own chunks, with the epoch."""
+        with self.lock:
+            return [(key, self.epoch) for key, _ in self._own_keys.items()]
+
     def _enter(self, segment: OwnSegment, keys: list[bytes], places: list[int]) -> None:
         get, put = self._own_keys.get, self._own_keys.set
         for key, place in zip(keys, places, strict=True):
@@ -242,14 +268,24 @@ class Holdings:
                 other.kill(at)
                 put(key, place)
 
-    def drop_own(self, segment: OwnSegment, keys: Sequence[bytes] | None = None) -> bool:
-        """Let `segment` go with all it holds; True if its files may be closed at once."""
+    def drop_own(
+        self, segment: OwnSegment, keys: Sequence[bytes] | None = None, why: str = ""
+    ) -> bool:
+        """Let `segment` go with all it holds; True if its files may be closed at once.
+
+        Args:
+            segment: Which.
+            keys: What its index holds; asked of the table if left out.
+            why: For `take_lost`; empty: nobody has to be told.
+        """
         with self.lock:
             if segment.live:
                 held = keys if keys is not None else [k for k, _ in self._own_keys.items()]
                 for key in held:
                     if self._own_keys.get(key) >> 32 == segment.number:
                         self._own_keys.pop(key)
+                        if why:
+                            self._lost.append((key, self.epoch, why))
             segment.void()
             self._roomy.clear()
             del self.own[segment.number]

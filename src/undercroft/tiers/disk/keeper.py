@@ -26,6 +26,8 @@ class Keeper:
     def __init__(self, ground: Ground) -> None:
         self.shape = threading.Lock()
         self.attached = False
+        self.held: list[tuple[bytes, int]] = []
+        """What was here before the directory was removed under us; what comes back is not lost."""
         self.ground = ground
         self.epoch_file = EpochFile(ground.files, f"{ground.root.directory}/epoch")
         self.follower = Follower(ground)
@@ -49,6 +51,8 @@ class Keeper:
             self.follower.restart()
             self.follower.follow()
             self.attached = True
+            held, self.held = self.held, []
+            holdings.note_lost(held, "vanished")
         except BaseException:
             for segment, _ in prepared:
                 segment.disk_close(self.ground.files)
@@ -133,6 +137,7 @@ class Keeper:
             if not orphans:
                 return
             coldest = orphans.pop()
+            self.orphans.note_lost(coldest.index_fd, "given_up")
             self.orphans.let_go([coldest])
             ground.root.remove_segment(coldest.usage.segment_id, coldest.usage.directory)
             ground.look()

@@ -79,6 +79,7 @@ class Orphans:
         except CorruptChunk as exc:
             self._ground.num_damaged += 1
             self._ground.log.warning("segment %s is removed: %s", segment.segment_id, exc)
+            self.note_lost(fd, "vanished")
             self._ground.root.remove_segment(segment.segment_id, segment.directory)
             self._ground.look()
             return None
@@ -88,6 +89,14 @@ class Orphans:
         """Unlock orphans that are not adopted."""
         for orphan in orphans:
             self._ground.files.close(orphan.index_fd)
+
+    def note_lost(self, index_fd: int, why: str, first_slot: int = 0) -> None:
+        """Tell what a segment holds, from `first_slot` on, before it goes."""
+        size = self._ground.files.fstat(index_fd).st_size
+        table = self._ground.files.pread(index_fd, size, PAGE_BYTES + first_slot * ENTRY_BYTES)
+        entries = parse_entries(table, self._ground.records.namespace, first_slot)
+        chunks = zip(entries.keys, entries.epochs.tolist(), strict=True)
+        self._ground.holdings.note_lost(chunks, why)
 
     def latest_epoch(self) -> int:
         """The latest epoch that any chunk of this namespace carries; 0 if there is none."""
@@ -120,6 +129,7 @@ class Orphans:
             segment.slab_fd = files.open(segment.path(SLAB_SUFFIX), flags)
             slots = files.fstat(segment.slab_fd).st_size // header.record_bytes
             if not self._mend(segment):
+                self.note_lost(segment.index_fd, "given_up")
                 self._ground.root.remove_segment(header.segment_id, usage.directory)
                 segment.disk_close(files)
                 return None
@@ -154,6 +164,8 @@ class Orphans:
         try:
             table = files.pread(segment.index_fd, num_slots * ENTRY_BYTES, PAGE_BYTES)
             entries = parse_entries(table, header.namespace)
+            if num_slots < header.num_slots:
+                self.note_lost(segment.index_fd, "vanished", num_slots)
             segment.disk_begin(files)
         except BaseException:
             segment.disk_close(files)

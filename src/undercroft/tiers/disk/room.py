@@ -212,7 +212,7 @@ class Room:
         files, header = self._ground.files, segment.header
         table = files.pread(segment.index_fd, header.num_slots * ENTRY_BYTES, PAGE_BYTES)
         unused = self._ground.holdings.drop_own(
-            segment, parse_entries(table, header.namespace).keys
+            segment, parse_entries(table, header.namespace).keys, "given_up"
         )
         try:
             self._ground.root.remove_segment(header.segment_id, segment.directory)

@@ -116,6 +116,7 @@ class StoredNamespace:
         manifest: What the manifest says; None if it cannot be read, see `problem`.
         problem: What is wrong with manifest or epoch; empty if nothing is.
         epoch: The current one; None if it cannot be read.
+        spare: Those of `own` that are histories which no engine writes.
     """
 
     namespace_id: str
@@ -127,6 +128,7 @@ class StoredNamespace:
     manifest: Mapping[str, Any] | None = None
     problem: str = ""
     epoch: int | None = None
+    spare: tuple[Piece, ...] = ()
 
     @property
     def pieces(self) -> Iterator[Piece]:

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 from undercroft.identity.manifest import MANIFEST_FORMAT
+from undercroft.tiers.disk.names import HISTORY
 from undercroft.tiers.disk.removal import Removal
 from undercroft.tiers.disk.stored import Piece, Store, StoredNamespace, StoredSegment
 from undercroft.tiers.disk.table import FORMAT_VERSION
 
 __all__ = ["Reason", "Waste", "plan", "remove"]
+
+
+_HISTORY_KEPT_S = 30 * 86400.0
 
 
 class Reason(Enum):
@@ -23,6 +27,7 @@ class Reason(Enum):
     EMPTY = "holds nothing"
     UNUSED = "unused for long"
     OVER_CAPACITY = "over the capacity"
+    OLD_HISTORY = "the history of an engine long gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,7 @@ def _of_namespace(
         return
     for piece in namespace.temporaries:
         yield Waste(Reason.DEBRIS, piece, piece.path, piece.charged_bytes)
+    yield from _old_histories(namespace, now_s)
     for segment in namespace.segments:
         if segment.header is not None or segment.users.is_held or _is_newer(segment):
             continue
@@ -98,6 +104,17 @@ def _of_namespace(
         else:
             reason = Reason.OLD_FORMAT if is_old else Reason.DAMAGED
         yield Waste(reason, segment, _path(segment), segment.charged_bytes, segment.problem)
+
+
+def _old_histories(namespace: StoredNamespace, now_s: float) -> Iterator[Waste]:
+    """Of engines that ran beside others; the last one stays, whatever its age."""
+    histories = [p for p in namespace.own if HISTORY.fullmatch(p.path.rpartition("/")[2])]
+    last = max(histories, key=lambda piece: piece.modified_s, default=None)
+    for piece in namespace.spare:
+        age_s = now_s - piece.modified_s
+        if piece is not last and age_s >= _HISTORY_KEPT_S:
+            detail = f"last written {age_s / 86400:.1f} days ago"
+            yield Waste(Reason.OLD_HISTORY, piece, piece.path, piece.charged_bytes, detail)
 
 
 def _path(segment: StoredSegment) -> str:
@@ -132,4 +149,6 @@ def remove(waste: Waste, removal: Removal) -> str:
         return removal.remove_namespace(waste.what)
     if isinstance(waste.what, StoredSegment):
         return removal.remove_segment(waste.what, if_bad=waste.what.header is None)
+    if waste.reason is Reason.OLD_HISTORY:
+        return removal.remove_history(waste.what)
     return removal.remove_debris(waste.what)

@@ -97,7 +97,9 @@ class DiskTier:
         limits = Limits(capacity_bytes, free_space_floor_bytes, num_replicas, direct)
         root = Root(files, str(path), namespace, clock)
         self._log = SparingLog(_LOG, clock)
-        self._keeper = Keeper(Ground(files, root, self._records, self._holdings, limits, self._log))
+        self._keeper = Keeper(
+            Ground(files, root, self._records, self._holdings, limits, clock, self._log)
+        )
         self._counts = {"corrupt_dropped": 0, "stale_reads": 0}
         self._suspects: set[bytes] = set()
         self._full: dict[int, tuple[float, int]] = {}
@@ -215,6 +217,10 @@ class DiskTier:
     def take_adopted(self) -> Iterable[tuple[ChunkKey, int]]:
         """See `Following.take_adopted`."""
         return [(ChunkKey(key), size) for key, size in self._holdings.take_adopted()]
+
+    def take_lost(self) -> Iterable[tuple[ChunkKey, str]]:
+        """See `Following.take_lost`."""
+        return [(ChunkKey(key), why) for key, why in self._holdings.take_lost()]
 
     def used_bytes(self) -> int:
         """See `Bounded.used_bytes`: our segments, and what all share (manifests, epochs)."""

@@ -111,6 +111,7 @@ class Upkeep:
         if now - self._checked_s >= self._flush_interval_s:
             if not keeper.check_links():
                 self._log.warning("%s was removed under us", keeper.ground.root.directory)
+                keeper.held = self._holdings.own_chunks()
                 keeper.detach()
                 self._attach_failed = None
                 return

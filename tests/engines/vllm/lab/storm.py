@@ -125,7 +125,7 @@ def census(driver: Driver) -> dict[str, Any]:
         "cascaded": dict(hierarchy.counters.cascaded_chunks),
         "dropped": {str(k): v for k, v in hierarchy.counters.dropped_chunks.items()},
         "declined": {str(k): v for k, v in hierarchy.counters.declined_chunks.items()},
-        "misses": dict(hierarchy.counters.lookup_misses),
+        "misses": {str(k): v for k, v in hierarchy.counters.lookup_misses.items()},
     }
 
 
