@@ -31,7 +31,7 @@ def scout(world: World, keys: list[ChunkKey]) -> int:
     walker = ahead.scout("queued", {key: n + 1 for n, key in enumerate(keys)}.get)
     assert walker is not None
     for key in keys:
-        if not ahead.finds(key, walker, key[-4:]):
+        if not ahead.finds(key, walker):
             break
     before = len(world.hierarchy.restores)
     world.hierarchy.end_step()

@@ -123,7 +123,7 @@ def test_failures_one_after_another_do_not_add_up(worlds: list[World]) -> None:
         # A window of one, from the end: whenever one fails, the next is asked for.
         answers = []
         for key in reversed(keys):
-            answers.append(world.hierarchy.lookup(key, request, 0).name)
+            answers.append(world.hierarchy.lookup(key, request).name)
             if answers[-1] != "MISS":
                 break
         if "PENDING" not in answers:
