@@ -54,7 +54,7 @@ def shake(driver: Driver, *, fast: float, plain: float, seed: int = 0, delay_s: 
     return shaky.num_failures
 
 
-def gale(  # noqa: C901 - one loop, read from top to bottom
+def gale(
     driver: Driver,
     *,
     questions: list[dict[str, Any]],
