@@ -15,7 +15,7 @@ from undercroft.keys import ChunkKey
 from undercroft.policies.arc import Arc
 from undercroft.policies.lru import Lru
 from undercroft.testing.faults import Effect, FaultyTier, Injector, on_verb
-from undercroft.testing.mini_engine import content_of
+from undercroft.testing.mini_engine import chunk_key, content_of
 from undercroft.tiers.memory import MemoryTier
 
 worlds = pytest.fixture(made_worlds)
