@@ -79,14 +79,16 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "field that differs, or never seen. Prompts need vLLM to be installed.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--key", help="a chunk's key in hex")
+    what.add_argument("--key", metavar="KEY", help="a chunk's key in hex")
     what.add_argument("--prompt", metavar="FILE", help="the prompt's text; needs --model")
     what.add_argument("--tokens", metavar="FILE", help="token ids: JSON, or separated by spaces")
-    parser.add_argument("--model", help="the model, as the engine names it")
+    parser.add_argument("--model", metavar="MODEL", help="the model, as the engine names it")
     parser.add_argument(
-        "--namespace", help="the engine's key space, as it logs it at start; the first digits"
+        "--namespace",
+        metavar="DIGITS",
+        help="the engine's key space, as it logs it at start; the first digits",
     )
-    parser.add_argument("--cache-salt", help="as sent with the request")
+    parser.add_argument("--cache-salt", metavar="TEXT", help="as sent with the request")
     parser.add_argument("--lora", metavar="NAME=PATH", help="the request's LoRA adapter")
     add_path(parser)
 

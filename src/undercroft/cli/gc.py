@@ -34,7 +34,11 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "engine has open, nor files that are not ours.",
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would go")
-    parser.add_argument("--unused-for", metavar="DAYS", help="also 12h, 2w")
+    parser.add_argument(
+        "--unused-for",
+        metavar="DAYS",
+        help="also namespaces in which nothing was stored for so many days; or 12h, 2w",
+    )
     add_path(parser)
     add_capacity(parser)
 

@@ -34,8 +34,12 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "show one chunk of a store on disk: header, place, checksum",
         description="Shows a chunk wherever it is stored, reads it, and says whether it is good.",
     )
-    parser.add_argument("key", help="its key in hex; the first digits are enough if no other has")
-    parser.add_argument("--namespace", help="the first digits of the only one to look in")
+    parser.add_argument(
+        "key", metavar="KEY", help="its key in hex; the first digits are enough if no other has"
+    )
+    parser.add_argument(
+        "--namespace", metavar="DIGITS", help="the first digits of the only one to look in"
+    )
     add_path(parser)
 
 

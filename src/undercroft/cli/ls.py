@@ -34,9 +34,15 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "list the namespaces of a store on disk, or the chunks of one",
         description="Lists what a disk tier holds. Safe beside running engines.",
     )
-    parser.add_argument("namespace", nargs="?", help="the first digits of one: list its chunks")
     parser.add_argument(
-        "--limit", type=int, default=_LIMIT, help="chunks to list, latest first (default: 50)"
+        "namespace", metavar="NAMESPACE", nargs="?", help="the first digits of one: list its chunks"
+    )
+    parser.add_argument(
+        "--limit",
+        metavar="N",
+        type=int,
+        default=_LIMIT,
+        help="chunks to list, latest first (default: 50)",
     )
     parser.add_argument("--void", action="store_true", help="also chunks that a reset made void")
     add_path(parser)

@@ -10,7 +10,9 @@ import argparse
 import json
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -45,6 +47,7 @@ _SGR: Mapping[Style, str] = {
 _COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
 _PROGRESS_EVERY_S = 0.1
 _BAR_CELLS = 24
+_MAX_HELP_COLUMNS = 100
 
 
 class Exit(IntEnum):
@@ -224,7 +227,8 @@ def add_command(
         subparsers: As handed to `add_parser`.
         name: What is typed.
         summary: One line, for the list of commands.
-        description: More, for the command's own `--help`; `summary` if it is None.
+        description: More, for the command's own `--help`; `summary` if it is None. Paragraphs are
+            filled to the terminal's width; one that is indented is shown as it is.
         with_json: False for commands that only start another program.
         takes_rest: Options the command does not know are no error: they are in `args.rest`, in
             their order, with all that follows `--`. `args.words` is what came before `--`.
@@ -232,7 +236,7 @@ def add_command(
     parser = subparsers.add_parser(
         name,
         help=summary,
-        description=description or summary,
+        description=_filled(description or summary),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -277,6 +281,15 @@ def output_for(
         stdout=out,
         stderr=err,
         clock=SystemClock(),
+    )
+
+
+def _filled(text: str) -> str:
+    """The paragraphs of `text` as wide as the terminal, within reason."""
+    width = min(shutil.get_terminal_size().columns - 2, _MAX_HELP_COLUMNS)
+    return "\n\n".join(
+        part if part.startswith(" ") else textwrap.fill(part, width, break_on_hyphens=False)
+        for part in text.split("\n\n")
     )
 
 

@@ -48,7 +48,10 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "cache instead, or stop it.",
     )
     parser.add_argument(
-        "what", nargs="*", help="namespaces, or keys of chunks; the first digits are enough"
+        "what",
+        metavar="WHAT",
+        nargs="*",
+        help="namespaces, or keys of chunks; the first digits are enough",
     )
     parser.add_argument(
         "--older-than",

@@ -12,6 +12,7 @@ from undercroft.cli.output import Column, Output
 from undercroft.clock import SystemClock
 from undercroft.errors import ConfigError
 from undercroft.settings import format_bytes, load, parse_size
+from undercroft.settings.sources import merge
 from undercroft.tiers.disk.catalog import Catalog
 from undercroft.tiers.disk.stored import Store, StoredChunk, StoredNamespace
 
@@ -76,6 +77,11 @@ def capacity_of(args: argparse.Namespace) -> int | None:
 
 
 def _from_settings() -> tuple[str, int | None]:
+    if not merge(environ=os.environ).values:
+        raise ConfigError(
+            "which store? Name the directory that the engine's disk tier has as its path: "
+            "--path /nvme/kv"
+        )
     tiers = [tier for tier in load(environ=os.environ).tiers if "path" in tier.options]
     if len(tiers) != 1:
         found = ", ".join(str(tier.options["path"]) for tier in tiers) or "none"

@@ -39,7 +39,11 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         help="free what is bad, where no engine has it open, and say what is left",
     )
     parser.add_argument(
-        "--threads", type=int, default=4, help="records read at the same time (default: 4)"
+        "--threads",
+        metavar="N",
+        type=int,
+        default=4,
+        help="records read at the same time (default: 4)",
     )
     add_path(parser)
     add_capacity(parser)
