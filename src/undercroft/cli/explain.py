@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 
-from undercroft.cli.output import Output, Subparsers, add_command, output_for
+from undercroft.cli.output import Exit, Output, Subparsers, add_command, output_for
 from undercroft.cli.store import (
     add_path,
     catalog_of,
@@ -69,7 +69,7 @@ class _Asked:
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """See `main.Command`."""
     parser = add_command(
         subparsers,
         "explain",
@@ -94,7 +94,7 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it."""
+    """See `main.Command`."""
     asked = None if args.key else _asked(args)
     catalog, output = catalog_of(args), output_for(args)
     store = catalog.look()
@@ -234,7 +234,7 @@ def _explain_key(
     elsewhere = [{"namespace": other, "differs": differs} for other, differs in others]
     if chosen is None or fate is None:
         output.data({"key": key.hex(), "namespace": None, "elsewhere": elsewhere})
-        return 1
+        return Exit.PROBLEM
     _general(output, fates, chosen)
     output.data(
         {
@@ -245,7 +245,7 @@ def _explain_key(
             **_general_document(fates, chosen),
         }
     )
-    return int(fate.kind is not FateKind.STORED)
+    return Exit.FINE if fate.kind is FateKind.STORED else Exit.PROBLEM
 
 
 # --- a prompt -------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def _explain_prompt(
     if chosen is None:
         elsewhere = _elsewhere(output, store, fates, asked, None)
         output.data({"tokens": len(asked.tokens), "namespace": None, "elsewhere": elsewhere})
-        return 1
+        return Exit.PROBLEM
     keys = _keys(asked, chosen)
     _head(output, chosen)
     say(output, f"the prompt has {len(asked.tokens)} tokens")
@@ -279,7 +279,7 @@ def _explain_prompt(
             **_general_document(fates, chosen),
         }
     )
-    return int(not is_whole)
+    return Exit.FINE if is_whole else Exit.PROBLEM
 
 
 def _keys(asked: _Asked, namespace: StoredNamespace) -> Mapping[int, Sequence[ChunkKey]]:

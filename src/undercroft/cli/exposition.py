@@ -71,9 +71,6 @@ class Reading:
             if s.name.startswith(prefix) and not s.name.endswith("_created")
         ]
 
-    def __bool__(self) -> bool:
-        return bool(self._samples)
-
     def find(
         self,
         name: str,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from undercroft.cli.output import Subparsers, add_command, output_for
+from undercroft.cli.output import Exit, Subparsers, add_command, output_for
 from undercroft.cli.store import (
     add_capacity,
     add_path,
@@ -23,7 +23,7 @@ __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """See `main.Command`."""
     parser = add_command(
         subparsers,
         "gc",
@@ -44,7 +44,7 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it."""
+    """See `main.Command`."""
     catalog, output = catalog_of(args), output_for(args)
     unused_s = parse_age(args.unused_for, "--unused-for") if args.unused_for else None
     capacity = capacity_of(args)
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             ],
         }
     )
-    return int(left > 0 or over)
+    return Exit.PROBLEM if left or over else Exit.FINE
 
 
 def _removed(waste: Waste, removal: Removal) -> str:

@@ -6,7 +6,7 @@ import argparse
 import heapq
 from collections.abc import Mapping
 
-from undercroft.cli.output import Output, Subparsers, add_command, output_for
+from undercroft.cli.output import Exit, Output, Subparsers, add_command, output_for
 from undercroft.cli.store import (
     add_path,
     catalog_of,
@@ -27,7 +27,7 @@ _LIMIT = 50
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """See `main.Command`."""
     parser = add_command(
         subparsers,
         "ls",
@@ -49,7 +49,7 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it."""
+    """See `main.Command`."""
     catalog = catalog_of(args)
     store = catalog.look()
     output = output_for(args)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         _chunks(output, catalog, find_namespace(store, args.namespace), args)
     else:
         _namespaces(output, catalog, store)
-    return 0
+    return Exit.FINE
 
 
 def _namespaces(output: Output, catalog: Catalog, store: Store) -> None:

@@ -1,6 +1,6 @@
 """What all commands share: flags, exit codes, tables, JSON, colour, progress.
 
-Results go to standard output; warnings, errors and progress to standard error. With `--json`
+Results go to standard output; errors and progress to standard error. With `--json`
 standard output is exactly one JSON value, an error included.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -43,6 +44,7 @@ _SGR: Mapping[Style, str] = {
     "yellow": "33",
     "cyan": "36",
 }
+_COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
 _PROGRESS_EVERY_S = 0.1
 _BAR_CELLS = 24
 _MAX_HELP_COLUMNS = 100
@@ -96,7 +98,7 @@ class Output:
         is_coloured: A person reads it on a terminal that shows colours.
         shows_progress: Standard error is a terminal.
         stdout: Results.
-        stderr: Warnings, errors, progress.
+        stderr: Errors, progress.
         clock: Time, for progress.
     """
 
@@ -122,15 +124,10 @@ class Output:
             text = json.dumps(value, indent=2, ensure_ascii=False, default=_as_json)
             self.stdout.write(f"{text}\n")
 
-    def warn(self, line: str) -> None:
-        """A line on standard error, with or without `--json`."""
-        self.stdout.flush()
-        self.stderr.write(f"{self.paint('warning:', 'yellow')} {line}\n")
-
     def error(self, line: str) -> None:
         """The last line of a command that could not do its work, on standard error."""
         self.stdout.flush()
-        self.stderr.write(f"{self.paint('error:', 'red')} {line}\n")
+        self.stderr.write(f"{self.paint('error:', 'red')} {_clean(line)}\n")
 
     def paint(self, text: str, *styles: Style) -> str:
         """`text` in a style, or as it is where colours are off."""
@@ -307,8 +304,10 @@ def _as_json(value: object) -> Any:  # noqa: ANN401 - what json.dumps takes
 
 
 def _clean(cell: str) -> str:
-    """`cell` without control characters, but with our own colours."""
-    return "".join(c if c.isprintable() or c == "\x1b" else "?" for c in cell)
+    """`cell` with `?` for control characters, of which escapes that only colour stay."""
+    parts = _COLOUR.split(cell)  # text and colours in turn
+    parts[::2] = ["".join(c if c.isprintable() else "?" for c in part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def _width(cell: str) -> int:

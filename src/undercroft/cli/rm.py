@@ -39,7 +39,7 @@ class _Target:
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """See `main.Command`."""
     parser = add_command(
         subparsers,
         "rm",
@@ -66,7 +66,7 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it."""
+    """See `main.Command`."""
     if not (args.what or args.all or args.older_than):
         raise ConfigError("name what to remove: a namespace, a key, --older-than AGE, or --all")
     if args.what and args.all:
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
             ],
         }
     )
-    return int(bool(left))
+    return Exit.PROBLEM if left else Exit.FINE
 
 
 def _removed(target: _Target) -> str:

@@ -19,7 +19,6 @@ from undercroft.tiers.disk.stored import Store, StoredChunk, StoredNamespace
 __all__ = [
     "add_capacity",
     "add_path",
-    "age_text",
     "capacity_of",
     "catalog_of",
     "columns",
@@ -141,8 +140,8 @@ def short_id(text: str) -> str:
     return text[:_SHORT]
 
 
-def parse_age(text: str, where: str, *, unit: str = "d") -> float:
-    """Seconds of `30d`, `12h`, `90m`, `45s`, `2w`, or of a plain number of `unit`.
+def parse_age(text: str, where: str) -> float:
+    """Seconds of `30d`, `12h`, `90m`, `45s`, `2w`, or of a plain number of days.
 
     Raises:
         ConfigError: It is none of these.
@@ -150,11 +149,10 @@ def parse_age(text: str, where: str, *, unit: str = "d") -> float:
     match = _AGE.fullmatch(text.strip().lower())
     if not match:
         raise ConfigError(f"{where} is {text!r}; write 30d, 12h, 90m, 45s or 2w")
-    return float(match[1]) * _UNITS_S[match[2] or unit]
+    return float(match[1]) * _UNITS_S[match[2] or "d"]
 
 
-def age_text(seconds: float) -> str:
-    """How long ago, in one unit."""
+def _age_text(seconds: float) -> str:
     for limit, unit in ((120, "s"), (7200, "m"), (2 * 86400, "h")):
         if seconds < limit:
             return f"{max(0, seconds) / _UNITS_S[unit]:.0f} {unit}"
@@ -162,8 +160,8 @@ def age_text(seconds: float) -> str:
 
 
 def when_text(unix_s: float) -> str:
-    """How long before now."""
-    return f"{age_text(SystemClock().unix_s() - unix_s)} ago"
+    """How long before now, in one unit."""
+    return f"{_age_text(SystemClock().unix_s() - unix_s)} ago"
 
 
 def columns(*titles: str) -> list[Column]:

@@ -181,3 +181,19 @@ def test_one_page_may_be_copied_to_many_places(page_bytes: Any) -> None:
     of = np.full((24, 1), 3 * page_bytes, np.int64)
     target, expected, _ = _copy(copy_pages, page_bytes, to, of, 24 * page_bytes)
     assert np.array_equal(target, expected)
+
+
+@pytest.mark.parametrize("side", ["target", "source"])
+def test_tensors_that_lie_far_apart_in_the_address_space(side: Any) -> None:
+    """Heap and mappings are 2^45 bytes apart: too far for one array of big rows, not for a copy."""
+    page_bytes = 512 << 10
+    to, of = np.array([[0, 2], [1, 3]]) * page_bytes, np.array([[3, 1], [0, 2]]) * page_bytes
+    source = np.random.default_rng(1).integers(0, 256, 4 * page_bytes, np.uint8)
+    target = np.zeros(4 * page_bytes, np.uint8)
+    spans = {"source": Span.of(source), "target": Span.of(target)}
+    array = {"source": source, "target": target}[side]
+    spans[side] = Span(array.ctypes.data, 1 << 45, (array,))
+    steps = list(copy_pages(spans["target"], to, spans["source"], of, page_bytes))
+    pages = source.reshape(4, page_bytes)
+    assert np.array_equal(target.reshape(4, page_bytes), pages[[3, 0, 1, 2]])
+    assert sum(steps) == 4 * page_bytes

@@ -9,6 +9,7 @@ others have their chunks read from lower levels meanwhile.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import os
 from collections import Counter
@@ -249,7 +250,19 @@ class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped 
             except Exception:  # noqa: BLE001 - engine internals are read here, and they move
                 self._looks_ahead = False
                 _LOG.exception("fault while looking ahead; this engine does so no more")
-        return super().build_connector_meta(scheduler_output)
+        return super().build_connector_meta(self._without_loading(scheduler_output))
+
+    def _without_loading(self, output: SchedulerOutput) -> SchedulerOutput:
+        """`output`, in which no request that loads counts as preempted.
+
+        A reset of vLLM's own cache may preempt all that runs. The next step asks for their chunks
+        and then asserts, at the cost of the engine, that the preempted ones have only stores.
+        """
+        loading = self._manager.hierarchy.loads.requests.keys()
+        preempted = output.preempted_req_ids
+        if not preempted or loading.isdisjoint(preempted):
+            return output
+        return dataclasses.replace(output, preempted_req_ids=preempted - loading)
 
     def _look_ahead(self) -> None:
         """Have the chunks of one queued request brought up; one walk over its keys a step."""

@@ -28,6 +28,8 @@ STEP_BYTES = 8 << 20
 
 _TILE_BYTES = 128 << 10
 _MIN_RUN_BYTES = 24 << 10
+_MAX_ROWS_BYTES = 1 << 63
+"""numpy makes no array that would have so many bytes if its elements did not overlap."""
 
 
 class Span:
@@ -85,6 +87,11 @@ def copy_pages(
     Threads: any, if targets are disjoint; the GIL is free during copies. Cost: one row copy
     per page from 16 KiB up or when addresses are even; otherwise two.
     """
+    if max(target.num_bytes, source.num_bytes) * page_bytes >= _MAX_ROWS_BYTES:
+        # Tensors on the heap and elsewhere are 2^45 bytes apart. The page is big then, so that
+        # a call for each costs little.
+        yield from copy_pages_singly(target, target_offsets, source, source_offsets, page_bytes)
+        return
     _check(target, target_offsets, page_bytes)
     _check(source, source_offsets, page_bytes)
     if not target_offsets.size:

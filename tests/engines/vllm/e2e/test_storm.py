@@ -103,6 +103,55 @@ def test_resets_while_windows_slide(nursery: Nursery, plain: Plain, tmp_path: Pa
     assert counts.get("stray_blocks_stored", 0) == 0
 
 
+SHAKY = [("llama", 1, 0.5), ("gemma3", 3, 0.3)]
+
+
+@pytest.mark.parametrize(("model", "blocks_per_chunk", "odds"), SHAKY)
+def test_loads_fail_while_all_is_reset_and_preempted(
+    nursery: Nursery, plain: Plain, tmp_path: Path, model: str, blocks_per_chunk: int, odds: float
+) -> None:
+    """Loads fail in any group while clients leave and vLLM's cache is reset under running requests.
+
+    Stock's connector ends the engine when a reset preempts a request that hits at once.
+    """
+    prompts = varied_prompts(24, 3)
+    expected = plain.answers(prompts, max_tokens=12, model=model)
+    questions = [
+        {"prompt": tokens, "max_tokens": 12, "salt": "AB"[number % 2] if number % 3 else None}
+        for number, tokens in enumerate(prompts)
+    ]
+    tier = {"type": "disk", "path": str(tmp_path), "capacity": "16MiB", "free_space_floor": "0"}
+    transfer = {
+        "kv_connector": "UndercroftConnector",
+        "kv_connector_module_path": "undercroft.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "host": "2MiB",
+            "blocks_per_chunk": blocks_per_chunk,
+            "offload_prompt_only": False,
+            "tiers": [tier],
+        },
+    }
+    room = {**SIZES.get(model, {}), **SMALL, "num_gpu_blocks_override": 70, **ROOM.get(model, {})}
+    engine = nursery.engine(model, None, kv_transfer_config=transfer, **room)
+    assert engine.inside("gale:shake", fast=odds, plain=odds, delay_s=0.01) == 0
+    for seed in range(3):
+        order = random.Random(seed).choices(range(len(questions)), k=50)
+        answers = engine.inside(
+            "gale:gale", questions=questions, order=order, seed=seed,
+            aborts=0.05, resets=0.08, forced=0.5, wipes=0.03,
+        )  # fmt: skip
+        assert len(answers) > 20
+        for answer in answers:
+            assert tuple(answer["tokens"]) == expected[answer["question"]].tokens
+    assert engine.inside("gale:shake", fast=0, plain=0) > 5
+    engine.settle()
+    left = engine.inside("storm:census")
+    assert not {name: left[name] for name in (*UNDER_WAY, "is_off") if left[name]}
+    assert left["loaded"] > 20
+    engine.close()
+
+
 def test_the_disk_is_deleted_while_serving(weather: Weather, tmp_path: Path) -> None:
     """Requests go on, and once things are calm the disk is used again."""
     weather.storm(30, 0)
