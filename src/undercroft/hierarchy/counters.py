@@ -22,7 +22,8 @@ class Samples:
     Every n-th is kept, with n doubled each time there are `_MAX_KEPT`, so that neither the first
     nor the last of a burst, which wait least and most, count for more than the others.
 
-    Threads: one (the scheduler's). Cost: some 0.3 us a `see`, whatever comes of it.
+    Threads: one (the scheduler's). Cost: a `see` 0.1 us in a loop, some 0.4 us between
+    other work.
     """
 
     __slots__ = ("_by_label",)

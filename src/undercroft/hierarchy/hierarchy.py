@@ -361,7 +361,6 @@ class Hierarchy:
             kept = request.queued and request.deadline_s is not None and now_s < request.deadline_s
             if not kept:
                 self._let_go(request)
-        self.pool.evict_ahead()
         self._notice_resets()
         self._step += 1
         is_outdated, self._is_outdated = self._is_outdated, False

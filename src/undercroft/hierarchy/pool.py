@@ -25,7 +25,7 @@ _MAX_SKIPPED_BEFORE_RUNS = 256
 """The same, of a policy that can be looked through by runs afterwards."""
 _WALKS = ((1, 64), (16, 256))
 """Then: of so many runs each first key is looked at, of every run and then of every nth."""
-_MAX_AHEAD, _AHEAD_SHARE, _AHEAD_AT_ONCE = 1024, 1024, 384
+_MAX_AHEAD, _AHEAD_SHARE, _AHEAD_AT_ONCE = 1024, 1024, 512
 """Slots that are kept free once the pool is full: so many, but only this part of all, and so many
 more a call. What one step stores then seldom waits for an eviction."""
 _MAX_RECLAIMED = 64
@@ -126,7 +126,10 @@ class Pool:
         return slots
 
     def evict_ahead(self) -> None:
-        """At any pause: of a pool that has been full, evict some before somebody waits for it."""
+        """Once a step: of a pool that has been full, evict some before a store waits for it.
+
+        Cost: some 0.8 ms at most.
+        """
         if self._was_full and self._num_ahead:
             count = min(_AHEAD_AT_ONCE, self._num_ahead - self.slots.num_free(0))
             if count > 0:

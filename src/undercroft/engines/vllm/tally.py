@@ -66,7 +66,8 @@ class Pace:
 class Tally:
     """Counts around the manager's calls. Threads: the scheduler's.
 
-    Cost: 1-3 us a call, whatever the number of chunks; with hits from below, 0.1 us a hit more.
+    Cost: 0.5-1 us a call in a loop, 2-3 us between other work, whatever the number of chunks; with
+    hits from below, 0.13 us a hit more.
 
     Args:
         counters: Where to.
