@@ -4,7 +4,8 @@ For both: fill, look up, load, evict and store again, with the oldest 10 % pinne
 not end, in batches of 1, 64 and 1024 keys; processor time of the thread. Every measurement is a
 process of its own over the very same calls (fixed hash seed), so that the smallest worst call of
 all rounds is the calls' own, and not what other processes took. Ours does part of the work of a
-store or load later, in `finish` and `end_step`: rows that say `all` contain those.
+store or load later, or ahead: rows that say `all` contain `begin`, `finish`, `end_step` and
+`stats`, which vLLM calls once a request or step.
 """
 
 from __future__ import annotations
@@ -258,7 +259,7 @@ def per_key(timer: Timer) -> dict[str, float]:
         found[f"b{b} lookup miss"] = timer.median_s(f"b{b} lookup miss")
         for what in ("load", "store"):
             calls = [f"b{b} {what} prepare", f"b{b} {what} complete"]
-            around = [f"b{b} {what} {call}" for call in ("begin", "finish", "end_step")]
+            around = [f"b{b} {what} {call}" for call in ("begin", "finish", "end_step", "stats")]
             found[f"b{b} {what}"] = sum(map(timer.median_s, calls))
             found[f"b{b} {what} all"] = sum(map(timer.mean_s, calls + around))
     return found
