@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from pathlib import Path
 
 import pytest
 from worlds import CHUNK_BYTES, make_world
 
-from undercroft.errors import ConfigError
+from undercroft.clock import SystemClock
+from undercroft.errors import ConfigError, TierClosed
+from undercroft.hierarchy.hierarchy import Limits
+from undercroft.keys import Namespace
 from undercroft.testing.faults import Effect, FaultyTier, Injector, on_index, on_verb
 from undercroft.testing.mini_engine import chunk_key
+from undercroft.tiers.disk import DiskTier
 from undercroft.tiers.memory import MemoryTier
 
 
@@ -65,3 +71,34 @@ def test_what_is_not_written_because_of_a_write_from_before_is_counted() -> None
     counters = world.counters
     assert counters.stored_chunks == 2
     assert counters.declined_chunks["below", "before_reset"] >= 1
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["hung", "hung, then full"])
+def test_a_close_that_leaves_writes_behind_ends_well(tmp_path: Path, *, is_full: bool) -> None:
+    """Writes that fail or never began are booked after the tier is closed, without asking it."""
+    disk = DiskTier(
+        str(tmp_path),
+        name="below",
+        namespace=Namespace({"test": "level"}),
+        capacity_bytes=64 << 20,
+        clock=SystemClock(),
+    )
+    full = Injector(Effect.FULL, on_index(0) if is_full else lambda _call: False)
+    tier = FaultyTier(FaultyTier(disk, full), Injector(Effect.HANG, on_verb("write_from")))
+    limits = Limits(shutdown_deadline_s=0.4)
+    world = make_world(16, [tier], limits=limits, num_threads=1)
+    for label in "abcd":
+        world.engine.run([chunk_key(label)])
+    tier.await_hung(1)
+    releasing = threading.Timer(0.35, tier.release)  # after the last flush, before the deadline
+    releasing.start()
+    world.hierarchy.close()
+    releasing.join()
+    with pytest.raises(TierClosed):
+        disk.has(chunk_key("a"))
+    assert full.num_fired == int(is_full)
+    assert world.counters.dropped_chunks["below", "closed"] == 3
+    assert world.counters.evicted_chunks.total() == 0
+    assert not world.hierarchy.levels[0].has(chunk_key("a"))
+    world.assert_quiet()
+    world.hierarchy.close()

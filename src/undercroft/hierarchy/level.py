@@ -38,6 +38,17 @@ def drop_reason(error: KvError) -> str:
     return type(error).__name__.removeprefix("Tier").lower()
 
 
+class _ClosedIndex:
+    """The index of a tier that is closed, and must not be asked any more."""
+
+    def has(self, key: ChunkKey) -> bool:
+        del key
+        return False
+
+    def evictable(self) -> Iterable[tuple[ChunkKey, int]]:
+        return ()
+
+
 class Level:
     """A lower level. All methods but those of the raiser thread run on the scheduler thread.
 
@@ -243,7 +254,7 @@ class Level:
             self._counters.dropped_chunks[self.name, drop_reason(error)] += 1
             self._counters.note(self.name, "dropped", drop_reason(error), key)
             self._tell(done.op, error)
-            if isinstance(error, TierFull):
+            if isinstance(error, TierFull) and not self._stop.is_set():
                 self._free[size_class] = 0  # whatever it said before
                 self.make_room(size_class, 1)
 
@@ -375,8 +386,12 @@ class Level:
             self.tier.delete(key)
 
     def close(self, deadline_s: float) -> None:
-        """Stop the movers and close the tier, bounded even if the tier hangs."""
+        """Stop the movers and close the tier, bounded even if the tier hangs.
+
+        What ended by then is still to be settled; the level holds nothing any more.
+        """
         self._stop.set()
         if self._follower is not None:
             self._follower.close(max(0.0, deadline_s - self._clock.now_s()) / 4)
         self.transfers.close(deadline_s)
+        self._indexed = _ClosedIndex()

@@ -6,6 +6,7 @@ import stat
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -389,3 +390,14 @@ def test_files_of_others_are_left_alone_counted_and_named(
     assert du(tmp_path) <= 400 << 10
     tier.close()
     assert (space / "notes.txt").exists()
+
+
+def test_segments_may_come_while_someone_goes_through_them(tmp_path: Path) -> None:
+    """The scheduler's thread asks what is free while a mover adds a segment."""
+    with closing(disk(tmp_path, capacity_bytes=8 << 20)) as tier:
+        put(tier, 1)
+        under_way = iter(tier._holdings.own.values())
+        next(under_way)
+        put(tier, 2, 8192)  # another size, so another segment
+        assert list(under_way) == []
+        assert len(tier._holdings.own) == 2

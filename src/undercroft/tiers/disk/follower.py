@@ -38,7 +38,7 @@ class Follower:
             self._listed_ns = listed_ns
             self._ground.look()
             self._list_foreign()
-        for segment in list(self._ground.holdings.foreign.values()):
+        for segment in self._ground.holdings.foreign.values():
             try:
                 sighting = segment.disk_look(self._ground.files, now_s)
             except (CorruptChunk, FormatTooNew):
@@ -54,7 +54,7 @@ class Follower:
         One a call bounds what a start beside many segments costs.
         """
         files, foreign = self._ground.files, self._ground.holdings.foreign
-        due = [s for s in list(foreign.values()) if s.disk_is_due(files, now_s)]
+        due = [s for s in foreign.values() if s.disk_is_due(files, now_s)]
         if due:
             segment = max(due, key=lambda s: s.settled_s)
             sighting = segment.disk_compare(files, now_s)
@@ -64,7 +64,7 @@ class Follower:
     def _list_foreign(self) -> None:
         there = {segment.segment_id for segment in self._ground.namespace.segments}
         known = {s.header.segment_id for s in self._ground.holdings.own.values()}
-        for segment in list(self._ground.holdings.foreign.values()):
+        for segment in self._ground.holdings.foreign.values():
             if segment.header.segment_id in there:
                 known.add(segment.header.segment_id)
             else:
@@ -96,6 +96,6 @@ class Follower:
 
     def stop(self, segment_id: str) -> None:
         """Stop following the segment of that id, if it is followed."""
-        for segment in list(self._ground.holdings.foreign.values()):
+        for segment in self._ground.holdings.foreign.values():
             if segment.header.segment_id == segment_id:
                 self.drop(segment)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,8 +42,9 @@ class Holdings:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.epoch = 0
-        self.own: dict[int, OwnSegment] = {}
-        self.foreign: dict[int, ForeignSegment] = {}
+        # Replaced under the lock, never changed in place: any thread may go through them meanwhile.
+        self.own: Mapping[int, OwnSegment] = {}
+        self.foreign: Mapping[int, ForeignSegment] = {}
         self.num_deletes = 0
         self._own_keys = KeyTable()
         self._foreign_keys = KeyTable()
@@ -203,7 +204,7 @@ class Holdings:
         with self.lock:
             epoch = self.epoch
             current = segment.start(entries, epoch)
-            self.own[segment.number] = segment
+            self.own = {**self.own, segment.number: segment}
             self._sequence = max(self._sequence, segment.newest)
         if entries is None:
             return
@@ -288,20 +289,20 @@ class Holdings:
                             self._lost.append((key, self.epoch, why))
             segment.void()
             self._roomy.clear()
-            del self.own[segment.number]
+            self.own = {n: s for n, s in self.own.items() if s is not segment}
             return segment.doom()
 
     def add_foreign(self, segment: ForeignSegment) -> None:
         """Take in a segment to follow; it shows nothing until it was looked at."""
         with self.lock:
-            self.foreign[segment.number] = segment
+            self.foreign = {**self.foreign, segment.number: segment}
 
     def drop_foreign(self, segment: ForeignSegment) -> bool:
         """Stop following `segment`; True if its files may be closed at once."""
         with self.lock:
             for slot in np.flatnonzero(segment.keys != None).tolist():  # noqa: E711 - elementwise
                 self._clear(segment, slot)
-            del self.foreign[segment.number]
+            self.foreign = {n: s for n, s in self.foreign.items() if s is not segment}
             return segment.doom()
 
     def see(self, segment: ForeignSegment, sighting: Sighting) -> None:

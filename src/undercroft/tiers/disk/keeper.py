@@ -64,10 +64,10 @@ class Keeper:
         self.attached = False
         files, holdings = self.ground.files, self.ground.holdings
         holdings.clear_keys()
-        for own in list(holdings.own.values()):
+        for own in holdings.own.values():
             if holdings.drop_own(own, ()):
                 own.disk_close(files)
-        for foreign in list(holdings.foreign.values()):
+        for foreign in holdings.foreign.values():
             self.follower.drop(foreign)
         self.epoch_file.close()
         self.ground.root.close()
@@ -146,12 +146,12 @@ class Keeper:
         """Whether all our files still have their names."""
         if not self.epoch_file.is_linked():
             return False
-        own = list(self.ground.holdings.own.values())
+        own = self.ground.holdings.own.values()
         return all(segment.disk_is_linked(self.ground.files) for segment in own)
 
     def tell(self) -> None:
         """Tell other processes of every change, though stores that hang are still under way."""
-        for segment in list(self.ground.holdings.own.values()):
+        for segment in self.ground.holdings.own.values():
             if segment.num_untold and self.ground.enter(segment):
                 try:
                     segment.disk_tell(self.ground.files)
@@ -162,7 +162,7 @@ class Keeper:
         """Make what was written so far survive a loss of power."""
         ground = self.ground
         self.tell()
-        for segment in list(ground.holdings.own.values()):
+        for segment in ground.holdings.own.values():
             if segment.dirty and ground.enter(segment):
                 try:
                     segment.dirty = False

@@ -224,7 +224,7 @@ class DiskTier:
 
     def used_bytes(self) -> int:
         """See `Bounded.used_bytes`: our segments, and what all share (manifests, epochs)."""
-        own = list(self._holdings.own.values())
+        own = self._holdings.own.values()
         return self._keeper.ground.usage.fixed_bytes + sum(s.charged_bytes for s in own)
 
     def free_chunks(self, num_bytes: int) -> int:
@@ -233,7 +233,7 @@ class DiskTier:
             return 0
         size = record_bytes(num_bytes)
         free, idle_bytes = 0, 0
-        for segment in list(self._holdings.own.values()):
+        for segment in self._holdings.own.values():
             if segment.header.record_bytes == size:
                 free += segment.num_free
             elif segment.is_idle:
