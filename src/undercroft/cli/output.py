@@ -7,8 +7,10 @@ standard output is exactly one JSON value, an error included.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ __all__ = [
     "Subparsers",
     "add_command",
     "output_for",
+    "printable",
 ]
 
 Subparsers = argparse._SubParsersAction  # noqa: SLF001 - argparse gives it no public name
@@ -41,8 +44,10 @@ _SGR: Mapping[Style, str] = {
     "yellow": "33",
     "cyan": "36",
 }
+_PAINT = re.compile(rf"(\x1b\[(?:0|(?:{'|'.join(_SGR.values())})(?:;\d)*)m)")
 _PROGRESS_EVERY_S = 0.1
 _BAR_CELLS = 24
+_USUAL_COLUMNS = 80
 
 
 class Exit(IntEnum):
@@ -92,6 +97,7 @@ class Output:
         is_json: `--json`: one JSON value, and nothing else, on standard output.
         is_coloured: A person reads it on a terminal that shows colours.
         shows_progress: Standard error is a terminal.
+        can_redraw: Standard output is a terminal whose cursor can be moved.
         stdout: Results.
         stderr: Warnings, errors, progress.
         clock: Time, for progress.
@@ -100,6 +106,7 @@ class Output:
     is_json: bool
     is_coloured: bool
     shows_progress: bool
+    can_redraw: bool
     stdout: TextIO
     stderr: TextIO
     clock: Clock
@@ -107,7 +114,7 @@ class Output:
     def say(self, line: str = "") -> None:
         """A line of the result, for people; nothing with `--json`."""
         if not self.is_json:
-            self.stdout.write(f"{line}\n")
+            _write(self.stdout, f"{line}\n")
 
     def data(self, value: object) -> None:
         """The result as JSON, with `--json` only; call it once.
@@ -117,17 +124,19 @@ class Output:
         """
         if self.is_json:
             text = json.dumps(value, indent=2, ensure_ascii=False, default=_as_json)
+            if not _can_encode(self.stdout, text):
+                text = json.dumps(value, indent=2, default=_as_json)
             self.stdout.write(f"{text}\n")
 
     def warn(self, line: str) -> None:
         """A line on standard error, with or without `--json`."""
         self.stdout.flush()
-        self.stderr.write(f"{self.paint('warning:', 'yellow')} {line}\n")
+        _write(self.stderr, f"{self.paint('warning:', 'yellow')} {printable(line)}\n")
 
     def error(self, line: str) -> None:
         """The last line of a command that could not do its work, on standard error."""
         self.stdout.flush()
-        self.stderr.write(f"{self.paint('error:', 'red')} {line}\n")
+        _write(self.stderr, f"{self.paint('error:', 'red')} {printable(line)}\n")
 
     def paint(self, text: str, *styles: Style) -> str:
         """`text` in a style, or as it is where colours are off."""
@@ -138,12 +147,13 @@ class Output:
     def table(self, columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
         """Aligned rows under a heading, for people; nothing with `--json`.
 
-        Cells may be painted. Control characters in cells are shown as `?`, so that a name on
+        Cells may be painted. Other control characters in cells are shown as `?`, so that a name on
         disk cannot move the cursor.
         """
         if self.is_json:
             return
-        body = [[_clean(cell) for cell in row] for row in rows]
+        clean = _clean if self.is_coloured else printable
+        body = [[clean(cell) for cell in row] for row in rows]
         widths = [
             max(_width(c.title), *(_width(row[i]) for row in body), 0)
             for i, c in enumerate(columns)
@@ -207,8 +217,11 @@ class Progress:
             filled = int(share * _BAR_CELLS)
             bar = "#" * filled + "." * (_BAR_CELLS - filled)
             counted = f"[{bar}] {share:4.0%}  {self._done}/{self._total}"
-        line = f"{self._what}  {counted}  {note}".rstrip()
-        self._output.stderr.write(f"\r\x1b[K{line}")
+        # What wraps cannot be taken back.
+        line = printable(f"{self._what}  {counted}  {note}".rstrip())[
+            : _columns(self._output.stderr)
+        ]
+        _write(self._output.stderr, f"\r\x1b[K{line}")
         self._output.stderr.flush()
 
 
@@ -267,8 +280,9 @@ def output_for(
         stderr: Instead of the process's.
         environ: Instead of the process's environment: `NO_COLOR` and `TERM` are read.
     """
-    out = stdout or sys.stdout
-    err = stderr or sys.stderr
+    # Where the process was started with one of them closed, Python has None.
+    out = stdout or sys.stdout or io.StringIO()
+    err = stderr or sys.stderr or io.StringIO()
     environ = os.environ if environ is None else environ
     dumb = environ.get("TERM") == "dumb"
     is_json = bool(getattr(args, "json", False))
@@ -277,10 +291,37 @@ def output_for(
         is_json=is_json,
         is_coloured=not plain and out.isatty(),
         shows_progress=err.isatty() and not dumb,
+        can_redraw=out.isatty() and not dumb,
         stdout=out,
         stderr=err,
         clock=SystemClock(),
     )
+
+
+def _columns(stream: TextIO) -> int:
+    """How much of a line a terminal shows without wrapping."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        columns = 0
+    return (columns or _USUAL_COLUMNS) - 1
+
+
+def _can_encode(stream: TextIO, text: str) -> bool:
+    """Not where a locale lacks a letter, nor a name on disk that is no text at all."""
+    try:
+        text.encode(stream.encoding or "utf-8", stream.errors or "strict")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Write for people: what `stream` cannot encode as escapes."""
+    if not _can_encode(stream, text):
+        encoding = stream.encoding or "utf-8"
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
+    stream.write(text)
 
 
 def _as_json(value: object) -> Any:  # noqa: ANN401 - what json.dumps takes
@@ -293,9 +334,16 @@ def _as_json(value: object) -> Any:  # noqa: ANN401 - what json.dumps takes
     return str(value)
 
 
-def _clean(cell: str) -> str:
-    """`cell` without control characters, but with our own colours."""
-    return "".join(c if c.isprintable() or c == "\x1b" else "?" for c in cell)
+def printable(text: str) -> str:
+    """`text` with a `?` for every control character: nothing in it moves the cursor."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _clean(text: str) -> str:
+    """As `printable`, but with our own colours."""
+    parts = _PAINT.split(text)
+    parts[::2] = map(printable, parts[::2])
+    return "".join(parts)
 
 
 def _width(cell: str) -> int:
