@@ -139,7 +139,7 @@ def table(answers: dict[str, Answer]) -> str:
         reused = f"{answer.reused_tokens}/{answer.prompt_tokens}"
         lines.append(
             f"{CASES[case][0]:<24}{answer.ttft_s:>11.3f} s{answer.ttft_s / cold_s:>9.3f}x"
-            f"{reused:>16}   {same}"
+            f"{reused:>16}   {same}".rstrip()
         )
     return "\n".join(lines)
 

@@ -3,6 +3,8 @@
 - Connections that leave the machine fail, in this process (`LeftTheMachine`) and, by environment,
   in the engines that tests start (no telemetry, no model hub).
 - After the last test, no shared-memory file and no thread of ours is left; what is, is an error.
+- Loggers are after each test as they were before it: engines that start in this process, and vLLM
+  where it is imported whole, set up their own, and later tests would look for log lines in vain.
 - Hypothesis prints how to replay a failure, has no deadlines, and is deterministic in CI.
 - Tests that want random data take `seed` or `rng`; a failure prints the seed.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
+import logging
 import os
 import random
 import re
@@ -204,6 +207,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     result = yield
     item.config.stash[left_behind_key].look(item.nodeid)
     return result
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_before() -> Iterator[None]:
+    """Handlers, level and propagation of the loggers that we and vLLM set up."""
+    loggers = [logging.getLogger(name) for name in ("undercroft", "vllm")]
+    before = [(each, list(each.handlers), each.level, each.propagate) for each in loggers]
+    yield
+    for each, handlers, level, propagate in before:
+        each.handlers[:] = handlers
+        each.setLevel(level)
+        each.propagate = propagate
 
 
 # --- failures that can be replayed ---

@@ -18,11 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from harness import AGAIN, Goal, Options, Row, Side
-from undercroft.engines.vllm.copy import Span, copy_pages
 from undercroft.layout.plan import GroupGeometry, PageRef, TensorGeometry, fragments, place
 
 PAGE_KIBS = (2, 4, 8, 16, 64)
@@ -31,6 +29,8 @@ OS_PAGE = 4096
 
 
 def _engine_memory(num_bytes: int) -> NDArray[np.uint8]:
+    import torch
+
     return torch.ones(num_bytes, dtype=torch.uint8).numpy()
 
 
@@ -41,6 +41,8 @@ def _region_memory(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def _case(page_bytes: int, total_bytes: int, layers: int, *, aged: bool) -> dict[str, Callable]:
+    from undercroft.engines.vllm.copy import Span, copy_pages
+
     rng = np.random.default_rng(0)
     num_chunks = max(8, total_bytes // (page_bytes * layers))
     num_blocks = 2 * num_chunks + 37  # no power of two: tensors do not evict each other
@@ -84,7 +86,7 @@ def _case(page_bytes: int, total_bytes: int, layers: int, *, aged: bool) -> dict
     def pieces() -> None:
         into[...] = origin
 
-    return {"memcpy": memcpy, "same": memcpy, "pieces": pieces, "store": store, "load": load}
+    return {"memcpy": memcpy, "pieces": pieces, "store": store, "load": load}
 
 
 def _timed(work: dict[str, Callable[[], None]]) -> dict[str, float]:

@@ -26,10 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401 - LMCache's client is linked against it
-from vllm.v1.kv_offload.tiering.fs import io as stock_io
-from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
-
 from harness import AGAIN, Goal, Options, Row, Side
 from undercroft.clock import SystemClock
 from undercroft.keys import ChunkKey, Namespace
@@ -86,7 +82,11 @@ class Stock:
     """vLLM's job functions on its own pool."""
 
     def __init__(self, path: Path, buffer: Buffer, size: int, count: int, num_threads: int) -> None:
+        from vllm.v1.kv_offload.tiering.fs import io as stock_io
+        from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
+
         self.path, self.buffer, self.size, self.count = path / "stock", buffer, size, count
+        self.io, self.new_pool = stock_io, DualQueueThreadPool
         self.direct = stock_io.probe_o_direct(str(path))
         self.num_threads = num_threads
 
@@ -95,7 +95,7 @@ class Stock:
 
     def jobs(self, verb: Callable[..., None], job: int, *, store: bool) -> float:
         readers = self.num_threads // 2
-        pool = DualQueueThreadPool(readers, self.num_threads - readers)
+        pool = self.new_pool(readers, self.num_threads - readers)
         queue = pool.enqueue_store if store else pool.enqueue_load
         tasks = [
             functools.partial(
@@ -121,8 +121,8 @@ class Stock:
 
     def run(self, job: int) -> dict[str, float]:
         out = {
-            "store": self.jobs(stock_io.batch_store_block, job, store=True),
-            "load": self.jobs(stock_io.batch_load_block, job, store=False),
+            "store": self.jobs(self.io.batch_store_block, job, store=True),
+            "load": self.jobs(self.io.batch_load_block, job, store=False),
         }
         shutil.rmtree(self.path)
         return out
@@ -209,6 +209,8 @@ def lmcache_client() -> Any:
     The module is loaded by itself: the package around it wants an accelerator's libraries.
     """
     for path in (PEERS / "lmcache").glob("lmcache_fs*.so"):
+        import torch  # noqa: F401 - the client is linked against it
+
         spec = importlib.util.spec_from_file_location("lmcache_fs", path)
         if spec is not None and spec.loader is not None:
             module = importlib.util.module_from_spec(spec)

@@ -16,7 +16,7 @@ tests' own, 4 KiB a token, computes almost nothing but attention; `demo` has the
 SmolLM2-135M, 45 KiB a token, with random weights, which cost the same time. On two cores `tiny`
 takes 15 to 24 ns a byte of KV, `demo` 56 to 59: `tiny` is the harder case. (By
 arithmetic an accelerator that does 400 TFLOP/s takes 0.3 ns for a model of 8 B parameters with
-128 KiB a token. None is served yet, and nothing here says how it would come out.)
+128 KiB a token. Nothing here says how it would come out on one.)
 """
 
 from __future__ import annotations

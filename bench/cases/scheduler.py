@@ -4,7 +4,8 @@ For both: fill, look up, load, evict and store again, with the oldest 10 % pinne
 not end, in batches of 1, 64 and 1024 keys; processor time of the thread. Every measurement is a
 process of its own over the very same calls (fixed hash seed), so that the smallest worst call of
 all rounds is the calls' own, and not what other processes took. Ours does part of the work of a
-store or load later, in `finish` and `end_step`: rows that say `all` contain those.
+store or load later, or ahead: rows that say `all` contain `begin`, `finish`, `end_step` and
+`stats`, which vLLM calls once a request or step.
 """
 
 from __future__ import annotations
@@ -36,74 +37,26 @@ def keys_from(start: int, count: int) -> list[bytes]:
     ]
 
 
-class Ours:
-    def __init__(self, chunks: int, policy: str) -> None:
-        from undercroft.clock import SystemClock
-        from undercroft.hierarchy.counters import Counters
-        from undercroft.hierarchy.events import LevelEvents
-        from undercroft.hierarchy.hierarchy import Hierarchy, Limits
-        from undercroft.hierarchy.pool import Pool
-        from undercroft.hierarchy.request import Request
-        from undercroft.hierarchy.slots import Slots
-        from undercroft.plugins import find
+class Managed:
+    """What both managers are asked in the same way."""
 
-        total = chunks * 4096
-        slots = Slots(total, [4096])
-        slots.set_ready_bytes(total)
-        self.new_request = Request
-        self.hierarchy = Hierarchy(
-            lambda on_evict: Pool(
-                slots, make_policy=find("policies", policy), class_of=lambda _: 0, on_evict=on_evict
-            ),
-            (),
-            buffer=memoryview(b""),
-            clock=SystemClock(),
-            counters=Counters(),
-            events=LevelEvents(enabled=False),
-            limits=Limits(),
-        )
+    manager: Any
 
-    def begin(self, name: str) -> Any:
-        return self.new_request(name)
-
-    def lookup(self, keys: list[bytes], request: Any) -> None:
-        lookup = self.hierarchy.lookup
-        for key in keys:
-            lookup(key, request)
-
-    def prepare_load(self, keys: list[bytes], request: Any) -> None:
-        self.hierarchy.prepare_load(keys, request)
-
-    def complete_load(self, keys: list[bytes], request: Any) -> None:
-        self.hierarchy.complete_load(keys, request)
-
-    def prepare_store(self, keys: list[bytes], request: Any) -> list[bytes]:
-        return self.hierarchy.prepare_store(keys, request).keys
-
-    def complete_store(self, keys: list[bytes], request: Any) -> None:
-        self.hierarchy.complete_store(keys, request)
-
-    def finish(self, request: Any) -> None:
-        self.hierarchy.finish_request(request)
-
-    def end_step(self) -> None:
-        self.hierarchy.end_step()
-        self.hierarchy.step_ended()
-
-
-class Stock:
-    def __init__(self, chunks: int, policy: str) -> None:
+    def __init__(self) -> None:
         from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
-        from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
         self.context = ReqContext
         self.end = ScheduleEndContext([], [])
-        self.manager = CPUOffloadingManager(num_chunks=chunks, cache_policy=policy)
 
-    def begin(self, name: str) -> Any:
-        context = self.context(req_id=name)
-        self.manager.on_new_request(context)
-        return context
+    def new(self, name: str, keys: list[bytes]) -> Any:
+        """A request of these keys, as vLLM describes it."""
+        request = self.context(req_id=name)
+        for index, key in enumerate(keys):
+            request.set_offload_key_position(key, 16 * (index + 1))
+        return request
+
+    def begin(self, request: Any) -> None:
+        self.manager.on_new_request(request)
 
     def lookup(self, keys: list[bytes], request: Any) -> None:
         lookup = self.manager.lookup
@@ -113,14 +66,14 @@ class Stock:
     def prepare_load(self, keys: list[bytes], request: Any) -> None:
         self.manager.prepare_load(keys, request)
 
-    def complete_load(self, keys: list[bytes], request: Any) -> None:
+    def complete_load(self, keys: set[bytes], request: Any) -> None:
         self.manager.complete_load(keys, request)
 
     def prepare_store(self, keys: list[bytes], request: Any) -> list[bytes]:
         output = self.manager.prepare_store(keys, request)
         return output.keys_to_store if output else []
 
-    def complete_store(self, keys: list[bytes], request: Any) -> None:
+    def complete_store(self, keys: set[bytes], request: Any) -> None:
         self.manager.complete_store(keys, request)
 
     def finish(self, request: Any) -> None:
@@ -128,6 +81,56 @@ class Stock:
 
     def end_step(self) -> None:
         self.manager.on_schedule_end(self.end)
+
+    def stats(self) -> None:
+        self.manager.get_stats()
+
+
+class Ours(Managed):
+    """The manager that `UndercroftConnector` makes."""
+
+    def __init__(self, chunks: int, policy: str) -> None:
+        from undercroft.clock import SystemClock
+        from undercroft.engines.vllm.connected import ConnectedManager
+        from undercroft.engines.vllm.tally import Tally
+        from undercroft.hierarchy.counters import Counters
+        from undercroft.hierarchy.events import LevelEvents
+        from undercroft.hierarchy.hierarchy import Hierarchy, Limits
+        from undercroft.hierarchy.pool import Pool
+        from undercroft.hierarchy.slots import Slots
+        from undercroft.plugins import find
+
+        super().__init__()
+        total = chunks * 4096
+        slots = Slots(total, [4096])
+        slots.set_ready_bytes(total)
+        counters, clock = Counters(), SystemClock()
+        hierarchy = Hierarchy(
+            lambda on_evict: Pool(
+                slots, make_policy=find("policies", policy), class_of=lambda _: 0, on_evict=on_evict
+            ),
+            (),
+            buffer=memoryview(b""),
+            clock=clock,
+            counters=counters,
+            events=LevelEvents(enabled=False),
+            limits=Limits(),
+        )
+        self.manager = ConnectedManager(
+            hierarchy,
+            group_ids=[0],
+            close=lambda: None,
+            refresh=lambda: None,
+            tally=Tally(counters, clock, [16]),
+        )
+
+
+class Stock(Managed):
+    def __init__(self, chunks: int, policy: str) -> None:
+        from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+        super().__init__()
+        self.manager = CPUOffloadingManager(num_chunks=chunks, cache_policy=policy)
 
 
 class Timer:
@@ -151,13 +154,13 @@ class Timer:
         """Seconds a key."""
         return sum(self.calls_s[name]) / self.num_keys[name]
 
-    def worst_s(self) -> float:
-        """The longest of single calls; a batch of lookups is many calls."""
-        return max(
-            max(calls)
-            for name, calls in self.calls_s.items()
-            if "lookup" not in name or name.startswith("b1 ")
-        )
+    def worst_s(self) -> dict[str, float]:
+        """The longest of each kind of call; a batch of lookups is many calls."""
+        return {name: max(calls) for name, calls in self.calls_s.items() if _is_one_call(name)}
+
+
+def _is_one_call(name: str) -> bool:
+    return "lookup" not in name or name.startswith("b1 ")
 
 
 def rss_bytes() -> int:
@@ -179,22 +182,28 @@ def full_gc_s() -> float:
 def store(side: Any, timer: Timer, label: str, keys: list[bytes], batch: int) -> None:
     for i in range(0, len(keys), batch):
         part = keys[i : i + batch]
-        request = side.begin(f"{label}{i}")
-        accepted = timer(f"{label} prepare", len(part), side.prepare_store, part, request)
+        request = side.new(f"{label}{i}", part)
+        timer(f"{label} begin", len(part), side.begin, request)
+        accepted = set(timer(f"{label} prepare", len(part), side.prepare_store, part, request))
         timer(f"{label} complete", len(part), side.complete_store, accepted, request)
-        timer(f"{label} finish", len(part), side.finish, request)
-        timer(f"{label} end_step", len(part), side.end_step)
+        finish(side, timer, label, request, len(part))
 
 
 def load(side: Any, timer: Timer, label: str, keys: list[bytes], batch: int) -> None:
     for i in range(0, len(keys), batch):
         part = keys[i : i + batch]
-        request = side.begin(f"{label}{i}")
+        request = side.new(f"{label}{i}", part)
+        timer(f"{label} begin", len(part), side.begin, request)
         timer(f"{label} lookup hit", len(part), side.lookup, part, request)
         timer(f"{label} prepare", len(part), side.prepare_load, part, request)
-        timer(f"{label} complete", len(part), side.complete_load, part, request)
-        timer(f"{label} finish", len(part), side.finish, request)
-        timer(f"{label} end_step", len(part), side.end_step)
+        timer(f"{label} complete", len(part), side.complete_load, set(part), request)
+        finish(side, timer, label, request, len(part))
+
+
+def finish(side: Any, timer: Timer, label: str, request: Any, count: int) -> None:
+    timer(f"{label} finish", count, side.finish, request)
+    timer(f"{label} end_step", count, side.end_step)
+    timer(f"{label} stats", count, side.stats)
 
 
 def measure(kind: str, policy: str, chunks: int) -> dict[str, float]:
@@ -219,20 +228,24 @@ def measure(kind: str, policy: str, chunks: int) -> dict[str, float]:
     memory_per_chunk = (rss_bytes() - rss_before) / chunks
     gc_after_s = full_gc_s()
     for i in range(0, chunks // 10, 1024):
-        holder = side.begin(f"holder{i}")
+        holder = side.new(f"holder{i}", keys[i : i + 1024])
+        side.begin(holder)
         side.lookup(keys[i : i + 1024], holder)
         timer("pin prepare_load", 1024, side.prepare_load, keys[i : i + 1024], holder)
     for batch, (some, _) in batches.items():
         load(side, timer, f"b{batch} load", some, batch)
-        request = side.begin("absent")
+        request = side.new("absent", absent)
+        side.begin(request)
         for j in range(0, 16384, batch):
             timer(f"b{batch} lookup miss", batch, side.lookup, absent[j : j + batch], request)
         side.finish(request)
     for batch, (_, new) in batches.items():
         store(side, timer, f"b{batch} store", new, batch)
+    worst = timer.worst_s()
     return {
         **per_key(timer),
-        "worst call": timer.worst_s(),
+        "worst call": max(worst.values()),
+        **{f"worst {name}": seconds for name, seconds in worst.items()},
         "bytes a chunk": memory_per_chunk,
         "full gc": gc_after_s - min(gc_before_s, gc_after_s),
     }
@@ -246,9 +259,9 @@ def per_key(timer: Timer) -> dict[str, float]:
         found[f"b{b} lookup miss"] = timer.median_s(f"b{b} lookup miss")
         for what in ("load", "store"):
             calls = [f"b{b} {what} prepare", f"b{b} {what} complete"]
-            later = [f"b{b} {what} finish", f"b{b} {what} end_step"]
+            around = [f"b{b} {what} {call}" for call in ("begin", "finish", "end_step", "stats")]
             found[f"b{b} {what}"] = sum(map(timer.median_s, calls))
-            found[f"b{b} {what} all"] = sum(map(timer.mean_s, calls + later))
+            found[f"b{b} {what} all"] = sum(map(timer.mean_s, calls + around))
     return found
 
 

@@ -124,7 +124,7 @@ def test_the_command_runs_real_cases(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     names = ["scheduler", "step", "disk", "reopen", "copies"]
     command = [sys.executable, "bench/run.py", *names, "--quick", "--json", str(results)]
-    command += ["--path", str(tmp_path)]
+    command += ["--rounds", "1", "--path", str(tmp_path)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )

@@ -116,3 +116,10 @@ def test_wrong_sources_are_refused(words: list[str], code: int, line: str) -> No
     done = undercroft("config", *words)
     assert (done.returncode, done.stdout) == (code, "")
     assert line in done.stderr
+
+
+def test_a_plug_in_that_is_not_there_is_code_2() -> None:
+    """With such a name nothing would start; the nearest one is named."""
+    done = undercroft("config", "--set", "host=1GiB", "--set", "policy=lruu")
+    assert done.returncode == 2
+    assert "did you mean lru" in done.stderr.replace("'", "")

@@ -131,6 +131,27 @@ def test_every_command_explains_itself() -> None:
     assert "--no-color" in done.stdout
 
 
+@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)])
+def test_help_fits_the_terminal(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No line is wider than 80 columns there, but for commands, to be copied whole."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    wide = [line for line in lines if len(line) > 80 and not line.startswith("  undercroft ")]
+    assert len(lines) > 5
+    assert wide == []
+
+
+def test_no_command_lists_them() -> None:
+    """`undercroft` alone says what there is, on standard error."""
+    done = undercroft()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "\n    doctor " in done.stderr
+
+
 def test_a_reader_that_leaves_is_no_error() -> None:
     """`undercroft ... | head -1` prints no traceback."""
     line = (

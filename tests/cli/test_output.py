@@ -128,6 +128,19 @@ def test_tables_align_also_when_painted() -> None:
     ]
 
 
+def test_a_name_on_disk_cannot_move_the_cursor() -> None:
+    """Of escapes only colours pass, in tables and in errors: not a cleared screen, not a title."""
+    stdout, stderr = Terminal(), Terminal()
+    output = made(stdout=stdout, stderr=stderr)
+    evil = "\x1b[2J\x1b[Hgone\x1b]0;title\x07"
+    output.table([Column("model")], [[output.paint(evil, "red")]])
+    output.error(evil)
+    for stream in (stdout, stderr):
+        last = stream.getvalue().splitlines()[-1]
+        assert "?[2J?[Hgone?]0;title?" in last
+        assert last.count("\x1b") == 2  # colour on, colour off
+
+
 def test_an_empty_table_is_its_heading() -> None:
     """No rows is not an error."""
     stdout = io.StringIO()

@@ -87,6 +87,10 @@ def test_the_path_comes_from_the_settings(
     store: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without --path, the one disk tier of the environment's settings; with none or two: code 2."""
+    monkeypatch.delenv("UNDERCROFT_CONFIG", raising=False)
+    ran = run(capsys, "ls")
+    assert ran.code == 2
+    assert "which store?" in ran.errors
     monkeypatch.setenv("UNDERCROFT_HOST", "1GiB")
     ran = run(capsys, "ls")
     assert ran.code == 2

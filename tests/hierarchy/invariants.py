@@ -55,7 +55,6 @@ def check_pins(hierarchy: Hierarchy) -> None:
     """Each pin belongs to a hold, a load, a running request, a cascade, or the quarantine."""
     expected: Counter[int] = Counter()
     assert all(request.holds for request in hierarchy._holders.values()), "holds nothing"
-    assert all(request.hits for request in hierarchy._hitters.values()), "hit nothing"
     for request in hierarchy._holders.values():
         expected.update(request.holds.keys())
     for request in hierarchy.loads.requests.values():
@@ -109,7 +108,9 @@ def check_quiet(hierarchy: Hierarchy, *, orphans: bool = False) -> None:
     assert states <= {SlotState.READY}, f"slots left in states {states}"
     assert not hierarchy.has_pending_work()
     assert not hierarchy.stores._open
-    assert not hierarchy.stores._by_key
+    assert not hierarchy.stores._of_request
+    assert not hierarchy.stores._voided
+    assert not len(hierarchy.stores)
     assert not hierarchy.restores.num_waiting
     assert not hierarchy.fresh._entries
     assert not hierarchy.fresh.is_listing

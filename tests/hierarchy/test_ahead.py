@@ -6,15 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 from tests.hierarchy.invariants import check_all
-from tests.hierarchy.worlds import World, make_world
+from tests.hierarchy.worlds import World, keys_of, make_world
 
 from undercroft.keys import ChunkKey
 from undercroft.testing.mini_engine import chunk_key
 from undercroft.tiers.memory import MemoryTier
-
-
-def keys_of(label: str, count: int) -> list[ChunkKey]:
-    return [chunk_key(f"{label}{i}") for i in range(count)]
 
 
 @pytest.fixture
@@ -35,7 +31,7 @@ def scout(world: World, keys: list[ChunkKey]) -> int:
     walker = ahead.scout("queued", {key: n + 1 for n, key in enumerate(keys)}.get)
     assert walker is not None
     for key in keys:
-        if not ahead.finds(key, walker, key[-4:]):
+        if not ahead.finds(key, walker):
             break
     before = len(world.hierarchy.restores)
     world.hierarchy.end_step()

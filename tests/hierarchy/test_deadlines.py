@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import pytest
 from tests.hierarchy.invariants import check_quiet
-from tests.hierarchy.worlds import CHUNK_BYTES, World, make_world
+from tests.hierarchy.worlds import CHUNK_BYTES, World, keys_of, made_worlds, make_world
 
 from undercroft.clock import SystemClock
 from undercroft.hierarchy.hierarchy import Hierarchy, Limits
@@ -19,9 +19,11 @@ from undercroft.hierarchy.transfers import TransferLimits
 from undercroft.keys import ChunkKey
 from undercroft.testing.clock import ManualClock
 from undercroft.testing.faults import Effect, FaultyTier, Injector, on_index, on_verb
-from undercroft.testing.mini_engine import chunk_key, content_of
+from undercroft.testing.mini_engine import content_of
 from undercroft.tiers.base import Tier
 from undercroft.tiers.memory import MemoryTier
+
+worlds = pytest.fixture(made_worlds)
 
 DEADLINE_S = 2.0
 NON_BLOCKING = (
@@ -36,18 +38,6 @@ NON_BLOCKING = (
     "step_ended",
     "has_pending_work",
 )
-
-
-def keys_of(label: str, count: int) -> list[ChunkKey]:
-    return [chunk_key(f"{label}{i}") for i in range(count)]
-
-
-@pytest.fixture
-def worlds() -> Iterator[list[World]]:
-    made: list[World] = []
-    yield made
-    for world in made:
-        world.close()
 
 
 def put(tier: Tier, keys: list[ChunkKey]) -> None:
@@ -133,7 +123,7 @@ def test_failures_one_after_another_do_not_add_up(worlds: list[World]) -> None:
         # A window of one, from the end: whenever one fails, the next is asked for.
         answers = []
         for key in reversed(keys):
-            answers.append(world.hierarchy.lookup(key, request, 0).name)
+            answers.append(world.hierarchy.lookup(key, request).name)
             if answers[-1] != "MISS":
                 break
         if "PENDING" not in answers:

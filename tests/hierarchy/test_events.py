@@ -2,23 +2,17 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import pytest
-from worlds import CHUNK_BYTES, World, make_world
+from worlds import CHUNK_BYTES, World, made_worlds, make_world
 
 from undercroft.hierarchy.events import LevelEvent, LevelEvents
 from undercroft.keys import ChunkKey
 from undercroft.testing.mini_engine import chunk_key, content_of
 from undercroft.tiers.memory import MemoryTier
 
-
-@pytest.fixture
-def worlds() -> Iterator[list[World]]:
-    made: list[World] = []
-    yield made
-    for world in made:
-        world.close()
+worlds = pytest.fixture(made_worlds)
 
 
 def mirror(held: dict[str, set[ChunkKey]], events: Iterable[LevelEvent]) -> None:

@@ -6,11 +6,10 @@ import time
 from pathlib import Path
 
 from tests.hierarchy.invariants import check_no_orphans
-from tests.hierarchy.worlds import CHUNK_BYTES, World, make_world
+from tests.hierarchy.worlds import CHUNK_BYTES, World, keys_of, make_world
 
 from undercroft.clock import SystemClock
 from undercroft.keys import ChunkKey, Namespace
-from undercroft.testing.mini_engine import chunk_key
 from undercroft.tiers.disk import DiskTier
 
 NAMESPACE = Namespace({"model": "test"})
@@ -26,10 +25,6 @@ def disk(path: Path, capacity_chunks: int, num_replicas: int = 1) -> DiskTier:
         free_space_floor_bytes=0,
         num_replicas=num_replicas,
     )
-
-
-def keys_of(label: str, count: int) -> list[ChunkKey]:
-    return [chunk_key(f"{label}{i}") for i in range(count)]
 
 
 def test_an_idle_engine_sees_what_another_stored(tmp_path: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.hierarchy.invariants import check_quiet
-from tests.hierarchy.worlds import World, make_world
+from tests.hierarchy.worlds import World, made_worlds, make_world
 
 from undercroft.clock import SystemClock
 from undercroft.hierarchy.hierarchy import Limits
@@ -20,6 +19,8 @@ from undercroft.testing.machines import Group, GroupEngine, GroupRequest
 from undercroft.testing.mini_engine import content_of
 from undercroft.tiers.memory import MemoryTier
 
+worlds = pytest.fixture(made_worlds)
+
 LARGE, SMALL = 8192, 4096
 TWO_FULL = (Group(0, 2), Group(5, 2))
 MIXED = (Group(0, 2), Group(3, 2, window=2), Group(7, 4, window=1))
@@ -27,14 +28,6 @@ MIXED = (Group(0, 2), Group(3, 2, window=2), Group(7, 4, window=1))
 
 def class_of(key: ChunkKey) -> int:
     return 0 if key[-1] == 0 else 1
-
-
-@pytest.fixture
-def worlds() -> Iterator[list[World]]:
-    made: list[World] = []
-    yield made
-    for world in made:
-        world.close()
 
 
 def make(

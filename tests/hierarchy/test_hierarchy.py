@@ -6,10 +6,8 @@ stock vLLM 0.32 did.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from tests.hierarchy.worlds import CHUNK_BYTES, World, make_world
+from tests.hierarchy.worlds import CHUNK_BYTES, World, keys_of, made_worlds, make_world
 
 from undercroft.hierarchy.hierarchy import Limits
 from undercroft.hierarchy.request import Lookup, Request
@@ -20,22 +18,12 @@ from undercroft.testing.faults import Effect, FaultyTier, Injector, on_verb
 from undercroft.testing.mini_engine import chunk_key, content_of
 from undercroft.tiers.memory import MemoryTier
 
-
-def keys_of(label: str, count: int) -> list[ChunkKey]:
-    return [chunk_key(f"{label}{i}") for i in range(count)]
+worlds = pytest.fixture(made_worlds)
 
 
 @pytest.fixture
 def tier() -> MemoryTier:
     return MemoryTier(capacity_bytes=1024 * CHUNK_BYTES, name="below")
-
-
-@pytest.fixture
-def worlds() -> Iterator[list[World]]:
-    made: list[World] = []
-    yield made
-    for world in made:
-        world.close()
 
 
 def filled(tier: MemoryTier, keys: list[ChunkKey], worlds: list[World]) -> None:
@@ -212,6 +200,89 @@ def test_an_abort_while_promoting_leaves_nothing_pinned(
     world.engine.settle()
     world.assert_quiet()
     assert world.engine.run(keys).num_hits == 6
+
+
+def test_what_was_voided_while_it_is_stored_is_not_stored_twice(worlds: list[World]) -> None:
+    """Its store's end is told by key: until then nobody else may store that key."""
+    world = make_world(8)
+    worlds.append(world)
+    hierarchy, keys = world.hierarchy, keys_of("a", 2)
+    first, second = Request("first"), Request("second")
+    plan = hierarchy.prepare_store(keys, first)
+    hierarchy._forget_all(
+        raise_epoch=False
+    )  # as when another engine has reset the level they share
+    other = chunk_key("other")
+    assert hierarchy.prepare_store([*keys, other], second).keys == [other]
+    assert len(hierarchy.stores) == 3
+    hierarchy.complete_store(set(keys), first)
+    assert hierarchy.lookup(keys[0], second) is Lookup.MISS
+    again = hierarchy.prepare_store(keys, second)
+    assert again.keys == keys
+    assert again.is_whole
+    hierarchy.complete_store({*keys, other}, second)
+    assert hierarchy.lookup(keys[0], second) is Lookup.HIT
+    for request in (first, second):
+        hierarchy.finish_request(request)
+    assert len(hierarchy.stores) == 0
+    assert len(plan.slots) == 2
+    world.hierarchy.end_step()
+    world.assert_quiet()
+
+
+def test_stores_of_one_request_end_in_any_order_and_in_parts(worlds: list[World]) -> None:
+    """What has not ended is not readable, whatever else has."""
+    world = make_world(8)
+    worlds.append(world)
+    hierarchy, keys = world.hierarchy, keys_of("a", 6)
+    request = Request("r")
+    for part in (keys[:3], keys[3:]):
+        hierarchy.prepare_store(part, request)
+    ended: set[ChunkKey] = set()
+    for part in ({keys[4]}, {keys[0], keys[2], keys[5]}, {keys[1], keys[3]}):
+        hierarchy.complete_store(part, request)
+        ended |= part
+        found = {key for key in keys if hierarchy.lookup(key, Request("x")) is Lookup.HIT}
+        assert found == ended
+        assert len(hierarchy.stores) == request.num_storing == len(keys) - len(ended)
+    hierarchy.finish_request(request)
+    hierarchy.end_step()
+    world.assert_quiet()
+
+
+def test_a_plan_says_whether_it_is_whole(worlds: list[World]) -> None:
+    """Not if something that is absent was left out; what is here already does not count."""
+    world = make_world(8)
+    worlds.append(world)
+    hierarchy, keys = world.hierarchy, keys_of("a", 12)
+    request = Request("r")
+    assert hierarchy.prepare_store(keys[:4], request).is_whole
+    assert hierarchy.prepare_store(keys[:5], request).is_whole
+    plan = hierarchy.prepare_store(keys[4:], request)
+    assert (len(plan.keys), plan.is_whole) == (3, False)
+    assert not hierarchy.prepare_store(keys[8:], request).is_whole
+    assert hierarchy.prepare_store(keys[:8], request).is_whole, "nothing to do is all done"
+
+
+def test_a_hit_outlives_the_end_of_an_earlier_step(worlds: list[World]) -> None:
+    """What is evicted ahead of the next store is never what a lookup has just promised."""
+    world = make_world(2048)
+    worlds.append(world)
+    hierarchy = world.hierarchy
+    for part in range(0, 2050, 205):
+        request = Request(f"s{part}")
+        plan = hierarchy.prepare_store([chunk_key(f"k{part + n}") for n in range(205)], request)
+        hierarchy.complete_store(set(plan.keys), request)
+        hierarchy.finish_request(request)
+    hierarchy.step_ended()
+    assert hierarchy.pool.slots.num_free(0) == 2, "kept free once it has been full"
+    hierarchy.prepare_store([chunk_key("x"), chunk_key("y")], Request("taker"))
+    oldest = next(iter(hierarchy.pool._policies[0].victims()))
+    reader = Request("reader")
+    assert hierarchy.lookup(oldest, reader) is Lookup.HIT
+    hierarchy.step_ended()
+    assert hierarchy.pool.slots.num_free(0) == 2
+    assert len(hierarchy.prepare_load([oldest], reader)) == 1
 
 
 def test_a_failed_copy_is_a_miss(worlds: list[World]) -> None:

@@ -62,9 +62,10 @@ def test_notes_are_written_at_close_and_in_between(tmp_path: Path) -> None:
         Incident(1234, "opened", "other", "host"),
         Incident(1234, "evicted", "capacity", "disk", key_part(b"k" * 36)),
     ]
-    for number in range(100):
-        history.note("disk", "declined", "full", b"%036d" % number)
+    keys = [b"%036d" % number for number in range(100)]
+    history.note("disk", "declined", "full", *keys)
     history.close()
+    assert [i.key_part for i in kept(tmp_path)[2:]] == [key_part(key) for key in keys]
     assert len(kept(tmp_path)) == 102
     history.close()
 
@@ -101,7 +102,7 @@ def test_every_counted_loss_is_noted_with_its_key() -> None:
     )
     world = make_world(24, [tier])
     notes: list[tuple[str, str, str, bytes]] = []
-    world.counters.note = lambda *note: notes.append((*note, b"")[:4])  # type: ignore[assignment]
+    world.counters.note = lambda *note: notes.extend((*note[:3], key) for key in note[3:] or (b"",))
     for name in "abcabacc":
         world.engine.run([chunk_key(f"{name}{number}") for number in range(12)])
     world.hierarchy.reset()

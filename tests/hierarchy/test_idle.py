@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from tests.hierarchy.invariants import check_quiet
 from tests.hierarchy.transfers_rig import MakeRig, made_rigs
-from tests.hierarchy.worlds import CHUNK_BYTES, World, make_world
+from tests.hierarchy.worlds import CHUNK_BYTES, World, keys_of, made_worlds, make_world
 
 from undercroft.clock import SystemClock
 from undercroft.hierarchy.hierarchy import Limits
@@ -15,24 +15,14 @@ from undercroft.hierarchy.transfers import TransferLimits
 from undercroft.keys import ChunkKey
 from undercroft.testing.clock import ManualClock
 from undercroft.testing.faults import Effect, FaultyTier, Injector, When, always, on_index, on_verb
-from undercroft.testing.mini_engine import chunk_key, content_of
+from undercroft.testing.mini_engine import content_of
 from undercroft.testing.tier_suite import key_of
 from undercroft.tiers.memory import MemoryTier
 
+worlds = pytest.fixture(made_worlds)
+
 SOON_S, WRITE_DEADLINE_S = 2.1, 30.0
 rig = pytest.fixture(made_rigs)
-
-
-def keys_of(label: str, count: int) -> list[ChunkKey]:
-    return [chunk_key(f"{label}{i}") for i in range(count)]
-
-
-@pytest.fixture
-def worlds() -> Iterator[list[World]]:
-    made: list[World] = []
-    yield made
-    for world in made:
-        world.close()
 
 
 class Hung:

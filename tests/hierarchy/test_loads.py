@@ -46,9 +46,12 @@ def test_what_failed_is_dropped_while_its_storer_and_another_loader_go_on(world:
     hierarchy.end_step()
     hierarchy.events.take()
     offsets, _ = load(world, KEYS, one), load(world, KEYS, two)
+    noted: list[tuple[object, ...]] = []
+    world.counters.note = lambda *told: noted.append(told)
     hierarchy.loads.fail("one", frozenset(offsets[2:4]))
     check_all(hierarchy)
     assert world.counters.dropped_chunks["host", "load_failed"] == 2
+    assert noted == [("host", "dropped", "load_failed", key) for key in KEYS[2:4]]
     assert hierarchy.events.take() == [LevelEvent("host", KEYS[2:4], removed=True)]
 
     hierarchy.complete_load(set(KEYS), one)

@@ -50,7 +50,7 @@ def below(told: Told) -> Iterator[Callable[..., World]]:
             limits=Limits(promote_deadline_s=2.0),
             transfer_limits=limits,
         )
-        world.counters.note = lambda level, event, reason, _key=b"": (
+        world.counters.note = lambda level, event, reason, *_keys: (
             told.append((level, reason)) if event == "missed" else None
         )
         made.append(world)

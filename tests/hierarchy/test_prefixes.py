@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 from tests.hierarchy.invariants import check_all, check_quiet
-from tests.hierarchy.worlds import CHUNK_BYTES, World, make_world
+from tests.hierarchy.worlds import CHUNK_BYTES, World, keys_of, made_worlds, make_world
 
 from undercroft.hierarchy.request import Lookup, Request
 from undercroft.keys import ChunkKey
@@ -15,21 +15,11 @@ from undercroft.policies.arc import Arc
 from undercroft.policies.base import EvictionPolicy
 from undercroft.policies.lru import Lru
 from undercroft.testing.faults import Effect, FaultyTier, Injector, both, on_index, on_key, on_verb
-from undercroft.testing.mini_engine import chunk_key, content_of
+from undercroft.testing.mini_engine import content_of
 from undercroft.tiers.checked import Checked
 from undercroft.tiers.memory import MemoryTier
 
-
-def keys_of(label: str, count: int) -> list[ChunkKey]:
-    return [chunk_key(f"{label}{i}") for i in range(count)]
-
-
-@pytest.fixture
-def worlds() -> Iterator[list[World]]:
-    made: list[World] = []
-    yield made
-    for world in made:
-        world.close()
+worlds = pytest.fixture(made_worlds)
 
 
 def held(world: World, keys: list[ChunkKey]) -> list[bool]:

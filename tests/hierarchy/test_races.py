@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 from tests.hierarchy.invariants import check_all, check_no_orphans, check_quiet
-from tests.hierarchy.worlds import CHUNK_BYTES, World, make_world
+from tests.hierarchy.worlds import CHUNK_BYTES, World, keys_of, made_worlds, make_world
 
 from undercroft.clock import SystemClock
 from undercroft.hierarchy.hierarchy import Limits
@@ -16,20 +15,10 @@ from undercroft.hierarchy.transfers import TransferLimits
 from undercroft.keys import ChunkKey
 from undercroft.testing.clock import ManualClock
 from undercroft.testing.faults import Effect, FaultyTier, Injector, on_verb
-from undercroft.testing.mini_engine import chunk_key, content_of
+from undercroft.testing.mini_engine import content_of
 from undercroft.tiers.memory import MemoryTier
 
-
-def keys_of(label: str, count: int) -> list[ChunkKey]:
-    return [chunk_key(f"{label}{i}") for i in range(count)]
-
-
-@pytest.fixture
-def worlds() -> Iterator[list[World]]:
-    made: list[World] = []
-    yield made
-    for world in made:
-        world.close()
+worlds = pytest.fixture(made_worlds)
 
 
 def fill(world: World, slots: list[int], keys: list[ChunkKey]) -> None:

@@ -76,6 +76,67 @@ def test_an_empty_extent_serves_another_class() -> None:
     assert len(small) * 4096 >= 0.9 * total
 
 
+@pytest.mark.parametrize("sizes", [[4096], [4096, 12288]], ids=["one size", "two sizes"])
+def test_many_at_once_are_as_one_by_one(sizes: list[int]) -> None:
+    """Taking, listing, pinning, unpinning and recycling: the same states and counts."""
+    total = 64 * 12288
+    one, many = (ready(Slots(total, sizes), total) for _ in range(2))
+    taken = [one.take(0) for _ in range(20)]
+    assert many.take_all(0, 20) == taken
+    for slots in (one, many):
+        for slot in taken[3:9]:
+            slots.make_fresh([slot])
+            slots.make_ready([slot])
+            slots.give_back(slot)
+    again = [one.take(0) for _ in range(10)]
+    assert many.take_all(0, 10) == again
+    live = taken[:3] + taken[9:] + again
+    for slot in live:
+        one.set_state(slot, SlotState.READY)
+        one.pin(slot)
+        one.pin(slot)
+    many.make_fresh(live)
+    many.make_ready(live)
+    many.pin_all(live)
+    many.pin_all(live)
+    left = [slot for slot in live[:8] if not one.unpin(slot) and not one.unpin(slot)]
+    assert left == []
+    for slot in live[:4]:
+        one.unpin(slot)
+    many.unpin_all(live[:8])
+    assert many.unpin_all(live[:4]) == live[:4]
+    assert (one.states, one.pins, one.num_pinned) == (many.states, many.pins, many.num_pinned)
+    assert one.num_evictable(0) == many.num_evictable(0) == 4
+    many.recycle(live[:4])
+    assert many.num_evictable(0) == 0
+    with pytest.raises(Bug):
+        many.unpin_all(live[:1])
+
+
+@pytest.mark.parametrize("sizes", [[4096], [4096, 12288]], ids=["one size", "two sizes"])
+def test_many_go_back_as_one_by_one(sizes: list[int]) -> None:
+    """What is given back together can be taken again, and nothing else can."""
+    total = 64 * 12288
+    one, many = (ready(Slots(total, sizes), total) for _ in range(2))
+    live = [one.take(0) for _ in range(20)]
+    assert many.take_all(0, 20) == live
+    many.give_back_all(live[:4])
+    for slot in live[:4]:
+        one.give_back(slot)
+    for size_class in range(len(sizes)):
+        assert one.num_free(size_class) == many.num_free(size_class)
+    many.pin(live[4])
+    for wrong in live[:1], live[4:5]:
+        with pytest.raises(Bug):
+            many.give_back_all(wrong)
+    everything = many.take_all(0, 10**6)
+    assert len(everything) == len(set(everything))
+    assert not set(everything) & set(live[4:])
+    assert (many.num_free(0), many.take_all(0, 1)) == (0, [])
+    assert many.num_taken(0) == 16 + len(everything)
+    assert many.offsets(everything) == [many.offset(slot) for slot in everything]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_counts_are_what_a_recount_finds(seed: int) -> None:
     """No overlap of slots ever; free, evictable and pinned counts match a recount."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from undercroft.admission.always import Always
@@ -24,7 +24,7 @@ from undercroft.policies.base import EvictionPolicy
 from undercroft.policies.lru import Lru
 from undercroft.testing.clock import ManualClock
 from undercroft.testing.faults import FaultyTier
-from undercroft.testing.mini_engine import MiniEngine
+from undercroft.testing.mini_engine import MiniEngine, chunk_key
 from undercroft.tiers.base import Tier
 from undercroft.tiers.wrapping import WrappingTier
 
@@ -156,3 +156,16 @@ def make_world(
     )
     engine = MiniEngine(hierarchy, between_steps or (lambda: time.sleep(0.003)))
     return World(hierarchy, engine, clock)
+
+
+def made_worlds() -> Iterator[list[World]]:
+    """For a fixture: a list whose worlds are closed at the end."""
+    made: list[World] = []
+    yield made
+    for world in made:
+        world.close()
+
+
+def keys_of(label: str, count: int) -> list[ChunkKey]:
+    """So many keys; the same label gives the same."""
+    return [chunk_key(f"{label}{i}") for i in range(count)]

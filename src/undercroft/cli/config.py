@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from undercroft.cli.output import Column, Exit, Output, Subparsers, add_command, output_for
+from undercroft.engines.assemble import check_plugins
 from undercroft.errors import ConfigError
 from undercroft.settings import Settings, TierSettings, format_bytes
 from undercroft.settings.model import build
@@ -83,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
     problem: ConfigError | None = None
     try:
         settings = build(merged.values, merged.origins, merged.engine, merged.notes)
+        check_plugins(settings)
     except ConfigError as exc:
         problem = exc
     found = list(rows(merged, settings))

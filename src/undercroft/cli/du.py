@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 from collections.abc import Mapping
 
-from undercroft.cli.output import Subparsers, add_command, output_for
+from undercroft.cli.output import Exit, Subparsers, add_command, output_for
 from undercroft.cli.store import (
     add_capacity,
     add_path,
@@ -34,7 +34,7 @@ _AGES = (
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """See `main.Command`."""
     parser = add_command(
         subparsers,
         "du",
@@ -47,7 +47,7 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it."""
+    """See `main.Command`."""
     store, output = catalog_of(args).look(), output_for(args)
     capacity = capacity_of(args)
     by_model, by_age = _by_model(store), _by_age(store, SystemClock().unix_s())
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             "ages": by_age,
         }
     )
-    return 0
+    return Exit.FINE
 
 
 def _by_model(store: Store) -> Mapping[str, int]:

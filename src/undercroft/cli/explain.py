@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 
-from undercroft.cli.output import Output, Subparsers, add_command, output_for
+from undercroft.cli.output import Exit, Output, Subparsers, add_command, output_for
 from undercroft.cli.store import (
     add_path,
     catalog_of,
@@ -69,7 +69,7 @@ class _Asked:
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """See `main.Command`."""
     parser = add_command(
         subparsers,
         "explain",
@@ -79,20 +79,22 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "field that differs, or never seen. Prompts need vLLM to be installed.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--key", help="a chunk's key in hex")
+    what.add_argument("--key", metavar="KEY", help="a chunk's key in hex")
     what.add_argument("--prompt", metavar="FILE", help="the prompt's text; needs --model")
     what.add_argument("--tokens", metavar="FILE", help="token ids: JSON, or separated by spaces")
-    parser.add_argument("--model", help="the model, as the engine names it")
+    parser.add_argument("--model", metavar="MODEL", help="the model, as the engine names it")
     parser.add_argument(
-        "--namespace", help="the engine's key space, as it logs it at start; the first digits"
+        "--namespace",
+        metavar="DIGITS",
+        help="the engine's key space, as it logs it at start; the first digits",
     )
-    parser.add_argument("--cache-salt", help="as sent with the request")
+    parser.add_argument("--cache-salt", metavar="TEXT", help="as sent with the request")
     parser.add_argument("--lora", metavar="NAME=PATH", help="the request's LoRA adapter")
     add_path(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it."""
+    """See `main.Command`."""
     asked = None if args.key else _asked(args)
     catalog, output = catalog_of(args), output_for(args)
     store = catalog.look()
@@ -232,7 +234,7 @@ def _explain_key(
     elsewhere = [{"namespace": other, "differs": differs} for other, differs in others]
     if chosen is None or fate is None:
         output.data({"key": key.hex(), "namespace": None, "elsewhere": elsewhere})
-        return 1
+        return Exit.PROBLEM
     _general(output, fates, chosen)
     output.data(
         {
@@ -243,7 +245,7 @@ def _explain_key(
             **_general_document(fates, chosen),
         }
     )
-    return int(fate.kind is not FateKind.STORED)
+    return Exit.FINE if fate.kind is FateKind.STORED else Exit.PROBLEM
 
 
 # --- a prompt -------------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ def _explain_prompt(
     if chosen is None:
         elsewhere = _elsewhere(output, store, fates, asked, None)
         output.data({"tokens": len(asked.tokens), "namespace": None, "elsewhere": elsewhere})
-        return 1
+        return Exit.PROBLEM
     keys = _keys(asked, chosen)
     _head(output, chosen)
     say(output, f"the prompt has {len(asked.tokens)} tokens")
@@ -277,7 +279,7 @@ def _explain_prompt(
             **_general_document(fates, chosen),
         }
     )
-    return int(not is_whole)
+    return Exit.FINE if is_whole else Exit.PROBLEM
 
 
 def _keys(asked: _Asked, namespace: StoredNamespace) -> Mapping[int, Sequence[ChunkKey]]:

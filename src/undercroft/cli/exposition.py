@@ -76,9 +76,6 @@ class Reading:
             and math.isfinite(s.value)
         ]
 
-    def __bool__(self) -> bool:
-        return bool(self._samples)
-
     def find(
         self,
         name: str,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from undercroft.cli.output import Subparsers, add_command, output_for
+from undercroft.cli.output import Exit, Subparsers, add_command, output_for
 from undercroft.cli.store import (
     add_capacity,
     add_path,
@@ -23,7 +23,7 @@ __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """See `main.Command`."""
     parser = add_command(
         subparsers,
         "gc",
@@ -34,13 +34,17 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "engine has open, nor files that are not ours.",
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would go")
-    parser.add_argument("--unused-for", metavar="DAYS", help="also 12h, 2w")
+    parser.add_argument(
+        "--unused-for",
+        metavar="DAYS",
+        help="also namespaces in which nothing was stored for so many days; or 12h, 2w",
+    )
     add_path(parser)
     add_capacity(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it."""
+    """See `main.Command`."""
     catalog, output = catalog_of(args), output_for(args)
     unused_s = parse_age(args.unused_for, "--unused-for") if args.unused_for else None
     capacity = capacity_of(args)
@@ -88,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             ],
         }
     )
-    return int(left > 0 or over)
+    return Exit.PROBLEM if left or over else Exit.FINE
 
 
 def _removed(waste: Waste, removal: Removal) -> str:

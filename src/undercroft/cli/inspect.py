@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from contextlib import suppress
 
-from undercroft.cli.output import Subparsers, add_command, output_for
+from undercroft.cli.output import Exit, Subparsers, add_command, output_for
 from undercroft.cli.store import (
     add_path,
     catalog_of,
@@ -27,20 +27,24 @@ _GROUP_BYTES = 4
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """See `main.Command`."""
     parser = add_command(
         subparsers,
         "inspect",
         "show one chunk of a store on disk: header, place, checksum",
         description="Shows a chunk wherever it is stored, reads it, and says whether it is good.",
     )
-    parser.add_argument("key", help="its key in hex; the first digits are enough if no other has")
-    parser.add_argument("--namespace", help="the first digits of the only one to look in")
+    parser.add_argument(
+        "key", metavar="KEY", help="its key in hex; the first digits are enough if no other has"
+    )
+    parser.add_argument(
+        "--namespace", metavar="DIGITS", help="the first digits of the only one to look in"
+    )
     add_path(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it."""
+    """See `main.Command`."""
     catalog, output = catalog_of(args), output_for(args)
     store = catalog.look()
     with output.progress("reading the indexes"):
@@ -48,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if not places:
         say(output, f"no chunk has a key that begins with {args.key}")
         output.data({"key": args.key, "places": []})
-        return 1
+        return Exit.PROBLEM
     fsck = Fsck(catalog, num_threads=1)
     found = [(namespace, chunk, fsck.verify(chunk)) for namespace, chunk in places]
     documents = [_document(catalog, namespace, chunk, wrong) for namespace, chunk, wrong in found]
@@ -57,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             say(output, f"{name.replace('_', ' '):<22}{value}")
         say(output)
     output.data({"key": documents[0]["key"], "places": documents})
-    return int(any(wrong for *_, wrong in found))
+    return Exit.PROBLEM if any(wrong for *_, wrong in found) else Exit.FINE
 
 
 def _document(

@@ -6,7 +6,7 @@ import argparse
 import heapq
 from collections.abc import Mapping
 
-from undercroft.cli.output import Output, Subparsers, add_command, output_for
+from undercroft.cli.output import Exit, Output, Subparsers, add_command, output_for
 from undercroft.cli.store import (
     add_path,
     catalog_of,
@@ -27,23 +27,29 @@ _LIMIT = 50
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """See `main.Command`."""
     parser = add_command(
         subparsers,
         "ls",
         "list the namespaces of a store on disk, or the chunks of one",
         description="Lists what a disk tier holds. Safe beside running engines.",
     )
-    parser.add_argument("namespace", nargs="?", help="the first digits of one: list its chunks")
     parser.add_argument(
-        "--limit", type=int, default=_LIMIT, help="chunks to list, latest first (default: 50)"
+        "namespace", metavar="NAMESPACE", nargs="?", help="the first digits of one: list its chunks"
+    )
+    parser.add_argument(
+        "--limit",
+        metavar="N",
+        type=int,
+        default=_LIMIT,
+        help="chunks to list, latest first (default: 50)",
     )
     parser.add_argument("--void", action="store_true", help="also chunks that a reset made void")
     add_path(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it."""
+    """See `main.Command`."""
     catalog = catalog_of(args)
     store = catalog.look()
     output = output_for(args)
@@ -51,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         _chunks(output, catalog, find_namespace(store, args.namespace), args)
     else:
         _namespaces(output, catalog, store)
-    return 0
+    return Exit.FINE
 
 
 def _namespaces(output: Output, catalog: Catalog, store: Store) -> None:

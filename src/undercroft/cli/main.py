@@ -42,7 +42,8 @@ _DESCRIPTION = """\
 Keeps the KV cache of LLM inference engines in host memory and on disk.
 
 exit codes: 0 fine, 1 the command found a problem, 2 wrong usage or settings,
-3 could not reach what it needs, 70 a fault of undercroft itself, 130 interrupted"""
+3 could not reach what it needs, 70 a fault of undercroft itself,
+130 interrupted"""
 
 
 class Command(Protocol):
@@ -117,8 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     # Only the command that is asked for is imported: a list of chunks should not wait for others.
     names = (words[0],) if words and words[0] in COMMANDS else COMMANDS
+    parser = build_parser(names)
+    if not words:
+        parser.print_help(sys.stderr)
+        return int(Exit.USAGE)
     try:
-        args = _parse(build_parser(names), words)
+        args = _parse(parser, words)
     except _WrongUsage as error:
         return _refused(error, words)
     output = output_for(args)

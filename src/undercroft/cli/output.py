@@ -1,6 +1,6 @@
 """What all commands share: flags, exit codes, tables, JSON, colour, progress.
 
-Results go to standard output; warnings, errors and progress to standard error. With `--json`
+Results go to standard output; errors and progress to standard error. With `--json`
 standard output is exactly one JSON value, an error included.
 """
 
@@ -11,7 +11,9 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -48,6 +50,8 @@ _PAINT = re.compile(rf"(\x1b\[(?:0|(?:{'|'.join(_SGR.values())})(?:;\d)*)m)")
 _PROGRESS_EVERY_S = 0.1
 _BAR_CELLS = 24
 _USUAL_COLUMNS = 80
+_MAX_HELP_COLUMNS = 100
+_MIN_HELP_COLUMNS = 11
 
 
 class Exit(IntEnum):
@@ -99,7 +103,7 @@ class Output:
         shows_progress: Standard error is a terminal.
         can_redraw: Standard output is a terminal whose cursor can be moved.
         stdout: Results.
-        stderr: Warnings, errors, progress.
+        stderr: Errors, progress.
         clock: Time, for progress.
     """
 
@@ -127,11 +131,6 @@ class Output:
             if not _can_encode(self.stdout, text):
                 text = json.dumps(value, indent=2, default=_as_json)
             self.stdout.write(f"{text}\n")
-
-    def warn(self, line: str) -> None:
-        """A line on standard error, with or without `--json`."""
-        self.stdout.flush()
-        _write(self.stderr, f"{self.paint('warning:', 'yellow')} {printable(line)}\n")
 
     def error(self, line: str) -> None:
         """The last line of a command that could not do its work, on standard error."""
@@ -240,7 +239,8 @@ def add_command(
         subparsers: As handed to `add_parser`.
         name: What is typed.
         summary: One line, for the list of commands.
-        description: More, for the command's own `--help`; `summary` if it is None.
+        description: More, for the command's own `--help`; `summary` if it is None. Paragraphs are
+            filled to the terminal's width; one that is indented is shown as it is.
         with_json: False for commands that only start another program.
         takes_rest: Options the command does not know are no error: they are in `args.rest`, in
             their order, with all that follows `--`. `args.words` is what came before `--`.
@@ -248,7 +248,7 @@ def add_command(
     parser = subparsers.add_parser(
         name,
         help=summary,
-        description=description or summary,
+        description=_filled(description or summary),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -322,6 +322,16 @@ def _write(stream: TextIO, text: str) -> None:
         encoding = stream.encoding or "utf-8"
         text = text.encode(encoding, "backslashreplace").decode(encoding)
     stream.write(text)
+
+
+def _filled(text: str) -> str:
+    """The paragraphs of `text` as wide as the terminal, within reason."""
+    width = shutil.get_terminal_size().columns - 2
+    width = max(_MIN_HELP_COLUMNS, min(width, _MAX_HELP_COLUMNS))
+    return "\n\n".join(
+        part if part.startswith(" ") else textwrap.fill(part, width, break_on_hyphens=False)
+        for part in text.split("\n\n")
+    )
 
 
 def _as_json(value: object) -> Any:  # noqa: ANN401 - what json.dumps takes

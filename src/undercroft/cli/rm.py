@@ -39,7 +39,7 @@ class _Target:
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """See `main.Command`."""
     parser = add_command(
         subparsers,
         "rm",
@@ -48,7 +48,10 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "cache instead, or stop it.",
     )
     parser.add_argument(
-        "what", nargs="*", help="namespaces, or keys of chunks; the first digits are enough"
+        "what",
+        metavar="WHAT",
+        nargs="*",
+        help="namespaces, or keys of chunks; the first digits are enough",
     )
     parser.add_argument(
         "--older-than",
@@ -63,7 +66,7 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it."""
+    """See `main.Command`."""
     if not (args.what or args.all or args.older_than):
         raise ConfigError("name what to remove: a namespace, a key, --older-than AGE, or --all")
     if args.what and args.all:
@@ -93,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
             ],
         }
     )
-    return int(bool(left))
+    return Exit.PROBLEM if left else Exit.FINE
 
 
 def _removed(target: _Target) -> str:

@@ -12,13 +12,13 @@ from undercroft.cli.output import Column, Output
 from undercroft.clock import SystemClock
 from undercroft.errors import ConfigError
 from undercroft.settings import format_bytes, load, parse_size
+from undercroft.settings.sources import merge
 from undercroft.tiers.disk.catalog import Catalog
 from undercroft.tiers.disk.stored import Store, StoredChunk, StoredNamespace
 
 __all__ = [
     "add_capacity",
     "add_path",
-    "age_text",
     "capacity_of",
     "catalog_of",
     "columns",
@@ -77,6 +77,11 @@ def capacity_of(args: argparse.Namespace) -> int | None:
 
 
 def _from_settings() -> tuple[str, int | None]:
+    if not merge(environ=os.environ).values:
+        raise ConfigError(
+            "which store? Name the directory that the engine's disk tier has as its path: "
+            "--path /nvme/kv"
+        )
     tiers = [tier for tier in load(environ=os.environ).tiers if "path" in tier.options]
     if len(tiers) != 1:
         found = ", ".join(str(tier.options["path"]) for tier in tiers) or "none"
@@ -135,8 +140,8 @@ def short_id(text: str) -> str:
     return text[:_SHORT]
 
 
-def parse_age(text: str, where: str, *, unit: str = "d") -> float:
-    """Seconds of `30d`, `12h`, `90m`, `45s`, `2w`, or of a plain number of `unit`.
+def parse_age(text: str, where: str) -> float:
+    """Seconds of `30d`, `12h`, `90m`, `45s`, `2w`, or of a plain number of days.
 
     Raises:
         ConfigError: It is none of these.
@@ -144,11 +149,10 @@ def parse_age(text: str, where: str, *, unit: str = "d") -> float:
     match = _AGE.fullmatch(text.strip().lower())
     if not match:
         raise ConfigError(f"{where} is {text!r}; write 30d, 12h, 90m, 45s or 2w")
-    return float(match[1]) * _UNITS_S[match[2] or unit]
+    return float(match[1]) * _UNITS_S[match[2] or "d"]
 
 
-def age_text(seconds: float) -> str:
-    """How long ago, in one unit."""
+def _age_text(seconds: float) -> str:
     for limit, unit in ((120, "s"), (7200, "m"), (2 * 86400, "h")):
         if seconds < limit:
             return f"{max(0, seconds) / _UNITS_S[unit]:.0f} {unit}"
@@ -156,8 +160,8 @@ def age_text(seconds: float) -> str:
 
 
 def when_text(unix_s: float) -> str:
-    """How long before now."""
-    return f"{age_text(SystemClock().unix_s() - unix_s)} ago"
+    """How long before now, in one unit."""
+    return f"{_age_text(SystemClock().unix_s() - unix_s)} ago"
 
 
 def columns(*titles: str) -> list[Column]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from undercroft.cli.output import Subparsers, add_command, output_for
+from undercroft.cli.output import Exit, Subparsers, add_command, output_for
 from undercroft.cli.store import (
     add_capacity,
     add_path,
@@ -25,7 +25,7 @@ _MAX_SHOWN = 100
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """See `main.Command`."""
     parser = add_command(
         subparsers,
         "verify",
@@ -39,14 +39,18 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         help="free what is bad, where no engine has it open, and say what is left",
     )
     parser.add_argument(
-        "--threads", type=int, default=4, help="records read at the same time (default: 4)"
+        "--threads",
+        metavar="N",
+        type=int,
+        default=4,
+        help="records read at the same time (default: 4)",
     )
     add_path(parser)
     add_capacity(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it."""
+    """See `main.Command`."""
     catalog, output, capacity = catalog_of(args), output_for(args), capacity_of(args)
     store = catalog.look()
     with output.progress("reading chunks, MiB", _whole_mib(store)) as progress:
@@ -95,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
             "findings": [_document(remedy) for remedy in remedies],
         }
     )
-    return int(num_left > 0)
+    return Exit.PROBLEM if num_left else Exit.FINE
 
 
 def _whole_mib(store: Store) -> int:

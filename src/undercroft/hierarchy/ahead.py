@@ -27,24 +27,27 @@ class Ahead:
         self._scouts: list[Request] = []
 
     def scout(
-        self, request_id: str, position_of: Callable[[ChunkKey], int | None]
+        self,
+        request_id: str,
+        position_of: Callable[[ChunkKey], int | None],
+        group_of: Callable[[ChunkKey], object] | None = None,
     ) -> Request | None:
         """Who walks in place of a queued request; None if no level below could have anything."""
         if not self._restores.has_levels:
             return None
-        scout = Request(f"{request_id} (queued)", position_of)
+        scout = Request(f"{request_id} (queued)", position_of, group_of)
         self._scouts.append(scout)
         return scout
 
-    def finds(self, key: ChunkKey, scout: Request, walk_id: object) -> bool:
+    def finds(self, key: ChunkKey, scout: Request) -> bool:
         """Whether any level has the chunk of `key`; noted for `admit`."""
         slot = self._pool.find(key)
         if slot >= 0:
             ready = self._pool.slots.states[slot] >= SlotState.READY
-            scout.walk(walk_id).note(key, Answer.HIT if ready else Answer.COMING)
+            scout.note(key, Answer.HIT if ready else Answer.COMING)
             return True
         found = self._restores.level_with(key) is not None
-        scout.walk(walk_id).note(key, Answer.BELOW if found else Answer.MISS)
+        scout.note(key, Answer.BELOW if found else Answer.MISS)
         return found
 
     def admit(self, step: int, now_s: float) -> None:

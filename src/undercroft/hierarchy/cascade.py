@@ -81,8 +81,7 @@ class Cascade:
             room = max(0, self._max_waiting - len(waiting))
             if len(keys) > room:
                 self._counters.declined_chunks[name, "queue_full"] += len(keys) - room
-                for key in keys[room:]:
-                    self._counters.note(name, "declined", "queue_full", key)
+                self._counters.note(name, "declined", "queue_full", *keys[room:])
             waiting.extend((key, 0) for key in keys[:room])
 
     def submit(self) -> None:

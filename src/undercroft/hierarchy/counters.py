@@ -22,36 +22,42 @@ class Samples:
     Every n-th is kept, with n doubled each time there are `_MAX_KEPT`, so that neither the first
     nor the last of a burst, which wait least and most, count for more than the others.
 
-    Threads: one (the scheduler's). Cost: 0.1 us a `see`, whatever comes of it.
+    Threads: one (the scheduler's). Cost: a `see` 0.1 us in a loop, some 0.4 us between
+    other work.
     """
 
-    __slots__ = ("_kept", "_num_seen", "_strides")
+    __slots__ = ("_by_label",)
 
     def __init__(self) -> None:
-        self._kept: dict[str, list[float]] = {}
-        self._num_seen: dict[str, int] = {}
-        self._strides: dict[str, int] = {}
+        self._by_label: dict[str, _Kept] = {}
 
     def see(self, seconds: float, label: str = "") -> None:
         """Something took `seconds`, at the level of that name if it has one."""
-        num_seen = self._num_seen.get(label, 0)
-        self._num_seen[label] = num_seen + 1
-        stride = self._strides.get(label, 1)
-        if num_seen % stride:
+        kept = self._by_label.get(label)
+        if kept is None:
+            kept = self._by_label[label] = _Kept()
+        if kept.num_to_skip:
+            kept.num_to_skip -= 1
             return
-        kept = self._kept.setdefault(label, [])
-        kept.append(seconds)
-        if len(kept) == _MAX_KEPT:
-            del kept[1::2]
-            self._strides[label] = 2 * stride
+        kept.seconds.append(seconds)
+        kept.num_to_skip = kept.stride - 1
+        if len(kept.seconds) == _MAX_KEPT:
+            del kept.seconds[1::2]
+            kept.stride *= 2
 
     def take(self) -> dict[str, list[float]]:
         """What was kept since the last call, by label."""
-        kept, self._kept = self._kept, {}
-        if kept:
-            self._num_seen.clear()
-            self._strides.clear()
-        return kept
+        kept, self._by_label = self._by_label, {}
+        return {label: each.seconds for label, each in kept.items()}
+
+
+class _Kept:
+    __slots__ = ("num_to_skip", "seconds", "stride")
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.stride = 1
+        self.num_to_skip = 0
 
 
 @dataclass

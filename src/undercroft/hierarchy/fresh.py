@@ -86,7 +86,9 @@ class Fresh:
         entry.used = list(request.loaded)
 
     def _entry(self, request_id: str, step: int) -> _Entry:
-        entry = self._entries.setdefault(request_id, _Entry(step))
+        entry = self._entries.get(request_id)
+        if entry is None:
+            entry = self._entries[request_id] = _Entry(step)
         entry.step = step
         return entry
 
@@ -134,8 +136,7 @@ class Fresh:
         if entry.kept:
             slots = entry.kept[-num_chunks:]
             del entry.kept[-num_chunks:]
-            for slot in slots:
-                pool.unpin(slot)
+            pool.unpin_all(slots)
             return len(slots)
         keys = entry.used[-num_chunks:]
         del entry.used[-num_chunks:]

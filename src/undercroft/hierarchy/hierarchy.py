@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from undercroft.clock import Clock
@@ -36,7 +35,6 @@ _LOG = logging.getLogger(__name__)
 # A global's name costs half of an enum member's on the path taken per key.
 _READY = int(SlotState.READY)
 _HIT = Lookup.HIT
-_IS_HIT = Answer.HIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ class Hierarchy:
         self._polled_step = -1
         self._noticed_step = -1
         self._is_outdated = False
-        self._hitters: dict[str, Request] = {}
+        self._asking: dict[str, Request] = {}
         self._holders: dict[str, Request] = {}
         self._draining_until: list[tuple[int, list[int]]] = []
         self._num_ended_steps = 0
@@ -144,78 +142,78 @@ class Hierarchy:
 
     # --- lookups ------------------------------------------------------------------------------
 
-    def lookup(self, key: ChunkKey, request: Request, walk_id: object = None) -> Lookup:
+    def lookup(self, key: ChunkKey, request: Request) -> Lookup:
         """Where the chunk of `key` is, for `request`.
 
-        Args:
-            key: The chunk.
-            request: Who asks.
-            walk_id: The group the key belongs to; see `request.Walk`.
-
-        Cost: 1-2 us in a batch, at a million chunks (`bench/run.py scheduler`).
+        After `begin_lookups`, and until `end_step`, a caller may do by itself what is done here: a
+        key whose slot in `pool.table` has a state from READY on is a HIT once it is appended to
+        `request.asked`; for any other there is `lookup_elsewhere`.
         """
         if request.step != self._step:
-            if self._noticed_step != self._step:
-                self._notice_resets()
-            request.begin_step(self._step)
+            self.begin_lookups(request)
         slot = self._shards[hash(key) >> SHARD_SHIFT].get(key, -1)
-        if slot >= 0:
-            if self._states[slot] >= _READY:
-                hits = request.hits
-                if not hits:
-                    self._hitters[request.id] = request
-                hits[slot] = key
-                self.counters.lookup_hits += 1
-                if self.levels:
-                    request.walk(walk_id).note(key, _IS_HIT)
-                return _HIT
-            if self._polled_step != self._step:
-                # What was read between two steps answers in the very next lookup.
-                self._polled_step = self._step
-                self.poll()
-                return self.lookup(key, request, walk_id)
-            return self._lookup_filling(key, request, walk_id)
-        if not self.levels:
-            self.counters.lookup_misses[NO_LEVEL, "absent"] += 1
-            return Lookup.MISS
-        return self._lookup_below(key, request, walk_id)
+        if slot >= 0 and self._states[slot] >= _READY:
+            request.asked.append(key)
+            return _HIT
+        return self.lookup_elsewhere(key, request, slot)
+
+    def begin_lookups(self, request: Request) -> None:
+        """Before the first lookup for `request` in this step. Twice is fine."""
+        step = self._step
+        if request.step != step:
+            if self._noticed_step != step:
+                self._notice_resets()
+            request.begin_step(step)
+            self._asking[request.id] = request
+
+    def lookup_elsewhere(self, key: ChunkKey, request: Request, slot: int) -> Lookup:
+        """`lookup` of a key that is not readable; its `slot` in the table, or -1."""
+        if slot < 0:
+            if not self.levels:
+                self.counters.lookup_misses[NO_LEVEL, "absent"] += 1
+                return Lookup.MISS
+            return self._lookup_below(key, request)
+        if self._polled_step != self._step:
+            # What was read between two steps answers in the very next lookup.
+            self._polled_step = self._step
+            self.poll()
+            return self.lookup(key, request)
+        return self._lookup_filling(key, request)
 
     def _expired(self, request: Request) -> bool:
         return request.deadline_s is not None and self._clock.now_s() >= request.deadline_s
 
-    def _miss(
-        self, key: ChunkKey, request: Request, walk_id: object, level: str, reason: str
-    ) -> Lookup:
+    def _miss(self, key: ChunkKey, request: Request, level: str, reason: str) -> Lookup:
         self.counters.lookup_misses[level, reason] += 1
         if reason != "absent":
             self.counters.note(level, "missed", reason, key)
-        request.walk(walk_id).note(key, Answer.MISS)
+        request.note(key, Answer.MISS)
         return Lookup.MISS
 
-    def _lookup_filling(self, key: ChunkKey, request: Request, walk_id: object) -> Lookup:
-        if request.denies(key, walk_id) or self._expired(request):
+    def _lookup_filling(self, key: ChunkKey, request: Request) -> Lookup:
+        if request.denies(key) or self._expired(request):
             level = self.restores.source_of(key) or LEVEL_0
-            return self._miss(key, request, walk_id, level, "deadline")
+            return self._miss(key, request, level, "deadline")
         self.restores.join(key, request)
-        self.restores.want(request, self._clock.now_s())
-        request.walk(walk_id).note(key, Answer.COMING)
-        self.counters.lookup_pending += 1
-        return Lookup.PENDING
+        return self._pending(key, request, Answer.COMING)
 
-    def _lookup_below(self, key: ChunkKey, request: Request, walk_id: object) -> Lookup:
+    def _lookup_below(self, key: ChunkKey, request: Request) -> Lookup:
         if key in request.failed_reads:
-            return self._miss(key, request, walk_id, *request.failed_reads[key])
+            return self._miss(key, request, *request.failed_reads[key])
         level = self.restores.level_with(key)
         if level is None:
-            return self._miss(key, request, walk_id, *self.restores.why_absent(key))
-        if request.denies(key, walk_id):
-            return self._miss(key, request, walk_id, level.name, "not_restored")
+            return self._miss(key, request, *self.restores.why_absent(key))
+        if request.denies(key):
+            return self._miss(key, request, level.name, "not_restored")
         if key in request.promoted:
-            return self._miss(key, request, walk_id, level.name, "evicted_again")
+            return self._miss(key, request, level.name, "evicted_again")
         if self._expired(request):
-            return self._miss(key, request, walk_id, level.name, "deadline")
+            return self._miss(key, request, level.name, "deadline")
+        return self._pending(key, request, Answer.BELOW)
+
+    def _pending(self, key: ChunkKey, request: Request, answer: Answer) -> Lookup:
         self.restores.want(request, self._clock.now_s())
-        request.walk(walk_id).note(key, Answer.BELOW)
+        request.note(key, answer)
         self.counters.lookup_pending += 1
         return Lookup.PENDING
 
@@ -231,16 +229,18 @@ class Hierarchy:
 
     def _hold_hits(self) -> None:
         """Pin what this step's lookups found, before anything can be evicted."""
-        hitters, self._hitters = self._hitters, {}
-        for request in hitters.values():
-            for slot, key in request.hits.items():
-                if slot not in request.holds:
+        find, states = self.pool.find, self._states
+        for request in self._asking.values():
+            for key in request.unsettled_hits():
+                slot = find(key)
+                if slot >= 0 and states[slot] >= _READY and slot not in request.holds:
                     self._hold(request, slot, key)
-            request.hits.clear()
 
-    def _forget_hits(self, request: Request) -> None:
-        request.hits.clear()
-        self._hitters.pop(request.id, None)
+    def _book_lookups(self) -> None:
+        """At the end of a step: count its hits, and forget who asked."""
+        for request in self._asking.values():
+            self.counters.lookup_hits += request.num_hits
+        self._asking = {}
 
     def _unhold(self, request: Request, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -250,7 +250,7 @@ class Hierarchy:
             self._holders.pop(request.id, None)
 
     def _let_go(self, request: Request) -> None:
-        self._forget_hits(request)
+        request.num_settled = len(request.asked)
         if not request.holds:
             return
         holds, request.holds = request.holds, {}
@@ -296,13 +296,14 @@ class Hierarchy:
         self, keys: Collection[ChunkKey], request: Request, *, success: bool = True
     ) -> None:
         """The workers copied `keys` into their slots, or reported that they could not."""
-        key_set = keys if isinstance(keys, AbstractSet) else set(keys)
+        key_set = keys if isinstance(keys, (set, frozenset)) else set(keys)
         ready, slots = self.stores.complete(key_set, request, success=success)
         self.fresh.add(request, ready, slots, self._step)
         self.events.add_all(LEVEL_0, ready, removed=False)
-        self.cascade.add(ready)
-        if any(level.is_choosy for level in self.levels):
-            request.offered_below.update(ready)
+        if self.levels:
+            self.cascade.add(ready)
+            if any(level.is_choosy for level in self.levels):
+                request.offered_below.update(ready)
         self._touch_if_over(request)
 
     # --- requests and steps -------------------------------------------------------------------
@@ -339,7 +340,7 @@ class Hierarchy:
         self.poll()
         now_s = self._clock.now_s()
         for request_id in scheduled:
-            holder = self._holders.get(request_id) or self._hitters.get(request_id)
+            holder = self._holders.get(request_id) or self._asking.get(request_id)
             if holder is not None:
                 self._let_go(holder)
             waiting = self.restores.find(request_id)
@@ -348,9 +349,7 @@ class Hierarchy:
                 waiting.deadline_s = None
         if self.restores.num_waiting:
             self._hold_hits()
-        else:
-            for hitter in list(self._hitters.values()):
-                self._forget_hits(hitter)
+        self._book_lookups()
         self.fresh.settle_idle(self._step)
         self.fresh.advance_step()
         self.restores.refresh()
@@ -392,6 +391,8 @@ class Hierarchy:
     def step_ended(self) -> None:
         """The workers have finished a step that was scheduled; called once per step's output."""
         self._num_ended_steps += 1
+        self._hold_hits()
+        self.pool.evict_ahead()
         while self._draining_until and self._draining_until[0][0] <= self._num_ended_steps:
             for slot in self._draining_until.pop(0)[1]:
                 self.pool.unpin(slot)
@@ -434,12 +435,13 @@ class Hierarchy:
     def _forget_all(self, *, raise_epoch: bool) -> None:
         self.cascade.clear_waiting()
         self.touches.clear()
-        for request in [*self._holders.values(), *self._hitters.values()]:
+        for request in [*self._holders.values(), *self._asking.values()]:
             self._let_go(request)
         for key, slot in list(self.pool.keys()):
             if self.pool.slots.states[slot] >= SlotState.READY:
                 self.events.add(LEVEL_0, key, removed=True)
             self.pool.void(key, slot)
+        self.stores.void_all()
         self.fresh.forget_all()
         for level in self.levels:
             level.void(raise_epoch=raise_epoch)

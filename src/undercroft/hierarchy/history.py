@@ -26,12 +26,12 @@ _REOPEN_TICKS = 10
 class Note(Protocol):
     """What those who know call: cheap, never fails."""
 
-    def __call__(self, level: str, event: str, reason: str, key: bytes = b"", /) -> None:
-        """Something happened at `level`, to the chunk `key` if it is about one."""
+    def __call__(self, level: str, event: str, reason: str, /, *keys: bytes) -> None:
+        """Something happened at `level`, to the chunks of `keys` if it is about some."""
         ...
 
 
-def note_nothing(_level: str, _event: str, _reason: str, _key: bytes = b"") -> None:
+def note_nothing(_level: str, _event: str, _reason: str, /, *_keys: bytes) -> None:
     """For those without a history."""
 
 
@@ -58,9 +58,10 @@ class History:
         self.note("", "opened", "other")
         self._thread.start()
 
-    def note(self, level: str, event: str, reason: str, key: bytes = b"") -> None:
+    def note(self, level: str, event: str, reason: str, /, *keys: bytes) -> None:
         """See `Note`."""
-        self._waiting.append((int(self._clock.unix_s()), level, event, reason, key))
+        when = int(self._clock.unix_s())
+        self._waiting.extend([(when, level, event, reason, key) for key in keys or (b"",)])
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Write what waits and let the file go; gives up on a disk that hangs."""

@@ -46,10 +46,12 @@ class Loads:
     def prepare(self, keys: Sequence[ChunkKey], request: Request) -> list[int]:
         """Pin the slots of `keys`; see `Hierarchy.prepare_load`."""
         shards, states = self._pool.table.shards, self._pool.slots.states
-        slots = [shards[hash(key) >> SHARD_SHIFT].get(key, -1) for key in keys]
-        for key, slot in zip(keys, slots, strict=True):
+        slots: list[int] = []
+        for key in keys:
+            slot = shards[hash(key) >> SHARD_SHIFT].get(key, -1)
             if slot < 0 or states[slot] < _READY:
                 raise Bug(f"request {request.id}: asked to load {key.hex()}, which was not a hit")
+            slots.append(slot)
         self._pool.slots.pin_all(slots)
         request.loading.update(zip(keys, slots, strict=True))
         request.loaded = dict.fromkeys(request.in_order(keys))
@@ -72,8 +74,7 @@ class Loads:
         if not request.finished:
             self._fresh.keep(request, loaded, step)
         else:
-            for slot in loaded:
-                self._pool.unpin(slot)
+            self._pool.unpin_all(loaded)
         if request.loading:
             return False
         self.requests.pop(request.id, None)

@@ -46,11 +46,6 @@ class Walk:
         self.keys: list[ChunkKey] = []
         self.answers = bytearray()
 
-    def note(self, key: ChunkKey, answer: Answer) -> None:
-        """Append one lookup."""
-        self.keys.append(key)
-        self.answers.append(answer)
-
     def usable(self, position_of: Callable[[ChunkKey], int | None]) -> range:
         """Indices of the keys that the engine's result can consist of.
 
@@ -80,22 +75,29 @@ class Request:
     Args:
         request_id: The engine's name of the request.
         position_of: Tells how many tokens into the request a key's chunk ends, if known.
+        group_of: Tells the group of a key. None: there is one only, whose keys always come in
+            prefix order.
     """
 
     __slots__ = (
+        "_num_walked",
+        "_walks",
         "admit_by_s",
+        "answers",
+        "asked",
         "chain",
         "deadline_s",
         "denied",
         "failed_reads",
         "finished",
-        "hits",
+        "group_of",
         "holds",
         "id",
         "limits",
         "loaded",
         "loading",
         "num_promoted_before",
+        "num_settled",
         "num_storing",
         "offered_below",
         "position_of",
@@ -103,20 +105,27 @@ class Request:
         "queued",
         "queued_s",
         "step",
-        "walk_id",
-        "walks",
     )
 
     def __init__(
-        self, request_id: str, position_of: Callable[[ChunkKey], int | None] = _no_position
+        self,
+        request_id: str,
+        position_of: Callable[[ChunkKey], int | None] = _no_position,
+        group_of: Callable[[ChunkKey], object] | None = None,
     ) -> None:
         self.id = request_id
         self.position_of = position_of
+        self.group_of = group_of
         self.step = -1
-        self.walk_id: object = None
-        self.walks: dict[object, Walk] = {}
-        self.hits: dict[int, ChunkKey] = {}
-        """Slots that lookups of this step said HIT for, and that nothing can have evicted since."""
+        self.asked: list[ChunkKey] = []
+        """Keys looked up in `step`, in order. To append one alone says that the answer was HIT,
+        and is all that a lookup that hits costs here; what follows from it is found out later."""
+        self.answers = bytearray()
+        """`Answer`s to `asked`; those that are missing at the end are HIT."""
+        self.num_settled = 0
+        """How many of `asked` need no pin any more: they have one, or were let go of."""
+        self._walks: dict[object, Walk] = {}
+        self._num_walked = 0
         self.holds: dict[int, ChunkKey] = {}
         """Slots this request pinned because a lookup said HIT, or a promotion for it arrived."""
         self.loading: dict[ChunkKey, int] = {}
@@ -129,7 +138,7 @@ class Request:
         self.failed_reads: dict[ChunkKey, tuple[str, str]] = {}
         """Those of them whose read failed: the level, and why that is a miss."""
         self.limits: dict[object, int] = {}
-        """By walk: the last position whose chunk can be part of the hit; MISS beyond."""
+        """By group: the last position whose chunk can be part of the hit; MISS beyond."""
         self.chain: list[ChunkKey] = []
         """Keys loaded or stored, in order; lower levels are told leaf first when it ends."""
         self.deadline_s: float | None = None
@@ -147,28 +156,74 @@ class Request:
         self.finished = False
 
     def begin_step(self, step: int) -> None:
-        """Forget the walks of earlier steps."""
+        """Forget the lookups of earlier steps."""
         self.step = step
-        self.walks.clear()
-        self.walk_id = None
+        self.asked = []
+        self.num_settled = self._num_walked = 0
+        if self.answers or self._walks:
+            self.answers = bytearray()
+            self._walks = {}
+
+    def note(self, key: ChunkKey, answer: Answer) -> None:
+        """Append a lookup."""
+        num_hits = len(self.asked) - len(self.answers)
+        if num_hits:
+            self.answers.extend(bytes(num_hits))
+        self.asked.append(key)
+        self.answers.append(answer)
+
+    @property
+    def num_hits(self) -> int:
+        """How many lookups of this step were answered HIT."""
+        return len(self.asked) - len(self.answers) + self.answers.count(Answer.HIT)
+
+    def unsettled_hits(self) -> list[ChunkKey]:
+        """Keys of this step's hits that have no pin, each once; they count as settled from now."""
+        first, self.num_settled = self.num_settled, len(self.asked)
+        answers = self.answers
+        noted = [self.asked[i] for i in range(first, len(answers)) if answers[i] == Answer.HIT]
+        noted += self.asked[max(first, len(answers)) :]
+        return list(dict.fromkeys(noted))
 
     def in_order(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
         """`keys` in prefix order over all groups, if their positions are known."""
         ordered, position_of = list(keys), self.position_of
-        if ordered and position_of(ordered[0]) is not None:
+        if self.group_of is not None and ordered and position_of(ordered[0]) is not None:
             ordered.sort(key=lambda key: position_of(key) or 0)
         return ordered
 
-    def denies(self, key: ChunkKey, walk_id: object) -> bool:
+    def denies(self, key: ChunkKey) -> bool:
         """Whether `key` is not to be fetched for this request."""
         if key in self.denied:
             return True
-        limit = self.limits.get(walk_id) if self.limits else None
+        if not self.limits:
+            return False
+        limit = self.limits.get(self.group_of(key) if self.group_of is not None else None)
         return limit is not None and (self.position_of(key) or 0) > limit
 
-    def walk(self, walk_id: object) -> Walk:
-        """The pass the engine is on for `walk_id`; a switch of group begins a new pass."""
-        if walk_id != self.walk_id or walk_id not in self.walks:
-            self.walk_id = walk_id
-            self.walks[walk_id] = Walk()
-        return self.walks[walk_id]
+    @property
+    def walks(self) -> dict[object, Walk]:
+        """The last pass of this step over each group; a switch of group begins a new pass."""
+        if self._num_walked != len(self.asked):
+            self._num_walked = len(self.asked)
+            self._walks = self._walked()
+        return self._walks
+
+    def _walked(self) -> dict[object, Walk]:
+        group_of = self.group_of
+        answers = self.answers + bytes(len(self.asked) - len(self.answers))
+        walks: dict[object, Walk] = {}
+        walk = Walk()
+        if group_of is None:
+            walks[None] = walk
+            walk.keys, walk.answers = list(self.asked), answers
+            return walks
+        last: object = None
+        for key, answer in zip(self.asked, answers, strict=True):
+            group = group_of(key)
+            if group != last or not walks:
+                walk = walks[group] = Walk()
+                last = group
+            walk.keys.append(key)
+            walk.answers.append(answer)
+        return walks

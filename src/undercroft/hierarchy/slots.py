@@ -122,6 +122,13 @@ class Slots:
         extent, index = divmod(slot, self._stride)
         return extent * self.extent_bytes + index * self.slot_bytes[self._extent_class[extent]]
 
+    def offsets(self, slots: Sequence[int]) -> list[int]:
+        """`offset` of each of `slots`."""
+        if self._stride > 1:
+            return list(map(self.offset, slots))
+        size = self.extent_bytes
+        return [slot * size for slot in slots]
+
     def size(self, slot: int) -> int:
         """Bytes of a slot that is not FREE."""
         return self.slot_bytes[self._extent_class[slot // self._stride]]
@@ -180,6 +187,26 @@ class Slots:
         self._num_taken[size_class] += 1
         return slot
 
+    def take_all(self, size_class: int, count: int) -> list[int]:
+        """Up to `count` free slots, now FILLING."""
+        count = min(count, self.num_free(size_class))
+        if not count:
+            return []
+        if self._stride > 1:
+            return [self.take(size_class) for _ in range(count)]
+        # A slot is an extent: `take` without its bookkeeping of parts, since a fill is many.
+        num_used = min(count, len(self._free_extents))
+        slots = [self._free_extents.pop() for _ in range(num_used)]
+        first, self._next_fresh = self._next_fresh, self._next_fresh + count - num_used
+        slots += range(first, self._next_fresh)
+        states, classes = self.states, self._extent_class
+        for slot in slots:
+            states[slot] = _FILLING
+            classes[slot] = size_class
+        self._owned_extents[size_class] += count
+        self._num_taken[size_class] += count
+        return slots
+
     def _take_extent(self, size_class: int) -> int:
         if self._free_extents:
             extent = self._free_extents.pop()
@@ -197,13 +224,22 @@ class Slots:
 
     def recycle(self, slots: Sequence[int]) -> None:
         """Make unpinned READY slots FILLING, for other chunks of the same sizes."""
-        states, pins, num_ready = self.states, self.pins, self._num_ready_unpinned
-        classes, stride = self._extent_class, self._stride
+        states, pins = self.states, self.pins
         for slot in slots:
             if states[slot] != _READY or pins[slot]:
                 raise Bug(f"slot {slot} recycled in state {states[slot]}")
-            num_ready[classes[slot // stride]] -= 1
             states[slot] = _FILLING
+        self._add_ready(slots, -1)
+
+    def _add_ready(self, slots: Sequence[int], sign: int) -> None:
+        """Count `slots` as READY without a pin from now on, or no longer as that."""
+        num_ready = self._num_ready_unpinned
+        if len(num_ready) == 1:
+            num_ready[0] += sign * len(slots)
+            return
+        classes, stride = self._extent_class, self._stride
+        for slot in slots:
+            num_ready[classes[slot // stride]] += sign
 
     def give_back(self, slot: int) -> None:
         """Make a slot FREE. It must be unpinned."""
@@ -226,6 +262,22 @@ class Slots:
         self._owned_extents[size_class] -= 1
         self._free_extents.append(extent)
 
+    def give_back_all(self, slots: Sequence[int]) -> None:
+        """`give_back` each of `slots`, of which none is READY."""
+        if self._stride > 1:
+            for slot in slots:
+                self.give_back(slot)
+            return
+        states, pins, classes = self.states, self.pins, self._extent_class
+        for slot in slots:
+            if not states[slot] or states[slot] == _READY or pins[slot]:
+                raise Bug(f"slot {slot} given back in state {states[slot]}, pins {pins[slot]}")
+            size_class, classes[slot] = classes[slot], _NO_CLASS
+            states[slot] = 0
+            self._num_taken[size_class] -= 1
+            self._owned_extents[size_class] -= 1
+        self._free_extents.extend(slots)
+
     def set_state(self, slot: int, state: SlotState) -> None:
         """Move a taken slot to another state than FREE."""
         if self.pins[slot] == 0:
@@ -242,12 +294,10 @@ class Slots:
 
     def make_ready(self, slots: Sequence[int]) -> None:
         """FRESH slots may be evicted once nothing pins them."""
-        states, pins, num_ready = self.states, self.pins, self._num_ready_unpinned
-        classes, stride = self._extent_class, self._stride
+        states, pins = self.states, self.pins
         for slot in slots:
             states[slot] = _READY
-            if not pins[slot]:
-                num_ready[classes[slot // stride]] += 1
+        self._add_ready([slot for slot in slots if not pins[slot]], 1)
 
     def bytes_of(self, slots: Sequence[int]) -> int:
         """Bytes of `slots` together; none is FREE."""
@@ -265,14 +315,31 @@ class Slots:
 
     def pin_all(self, slots: Iterable[int]) -> None:
         """`pin` each of `slots`."""
-        states, pins, num_ready = self.states, self.pins, self._num_ready_unpinned
-        classes, stride = self._extent_class, self._stride
+        states, pins = self.states, self.pins
+        unlisted = []
         for slot in slots:
-            if not pins[slot]:
+            num_before = pins[slot]
+            pins[slot] = num_before + 1
+            if not num_before:
                 self.num_pinned += 1
                 if states[slot] == _READY:
-                    num_ready[classes[slot // stride]] -= 1
-            pins[slot] += 1
+                    unlisted.append(slot)
+        self._add_ready(unlisted, -1)
+
+    def unpin_all(self, slots: Iterable[int]) -> list[int]:
+        """`unpin` each of `slots`; returns those without a pin now."""
+        states, pins = self.states, self.pins
+        unpinned = []
+        for slot in slots:
+            left = pins[slot] - 1
+            if left < 0:
+                raise Bug(f"slot {slot} unpinned more often than pinned")
+            pins[slot] = left
+            if not left:
+                unpinned.append(slot)
+        self.num_pinned -= len(unpinned)
+        self._add_ready([slot for slot in unpinned if states[slot] == _READY], 1)
+        return unpinned
 
     def unpin(self, slot: int) -> int:
         """Take one pin away; returns how many are left."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.fresh import MAX_LISTED_AT_ONCE, Fresh
@@ -21,8 +22,9 @@ LEVEL_0 = "host"
 _STORE_ID_BITS = 40
 _DRAINING = int(SlotState.DRAINING)
 _SEARCHES = (1, 4)
-"""How much is made evictable, in turn, until it suffices, in `MAX_LISTED_AT_ONCE` or twice what
-lacks: others may still use most of what a request lets go of. Bounded, as the call is."""
+"""How much is made evictable, in turn, until it suffices, in twice what lacks, and
+`MAX_LISTED_AT_ONCE` at least: others may still use most of what a request lets go of. Bounded, as
+the call is."""
 
 
 def failed_chunk(store_id: int, chunk_index: int) -> int:
@@ -30,23 +32,25 @@ def failed_chunk(store_id: int, chunk_index: int) -> int:
     return (chunk_index + 1) << _STORE_ID_BITS | store_id
 
 
-@dataclass(frozen=True, slots=True)
-class StorePlan:
+class StorePlan(NamedTuple):
     """What to store and where.
 
     Args:
         keys: The accepted keys, in the order offered.
         slots: One slot index for each.
         store_id: Names this store in failure reports from the workers; 0 if `keys` is empty.
+        is_whole: Nothing that was offered and is absent was left out.
     """
 
     keys: list[ChunkKey]
     slots: list[int]
     store_id: int
+    is_whole: bool
 
 
 @dataclass(slots=True)
 class _Store:
+    id: int
     request: Request
     keys: list[ChunkKey]
     """As planned, in the engine's order."""
@@ -77,56 +81,65 @@ class Stores:
         self._take_failed = take_failed
         self._next_id = 1
         self._open: dict[int, _Store] = {}
-        self._by_key: dict[ChunkKey, int] = {}
+        self._of_request: dict[str, list[_Store]] = {}
+        self._num_chunks = 0
+        self._voided: set[ChunkKey] = set()
+        """Keys that were voided while they were stored; such a store's end is told by key."""
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        """Chunks under way."""
+        return self._num_chunks
 
     def prepare(self, keys: Sequence[ChunkKey], request: Request) -> StorePlan:
         """See `Hierarchy.prepare_store`."""
-        find = self._pool.table.get
-        # A key voided while it is stored waits for that store's end, which is told by key.
-        by_key = self._by_key
-        offered = [key for key in self._pool.absent(keys) if key not in by_key]
-        absent = self._pool.admitted(keys, offered)
+        pool = self._pool
+        offered = pool.absent(keys)
+        if self._voided:
+            offered = [key for key in offered if key not in self._voided]
+        absent = pool.admitted(keys, offered)
         if len(absent) < len(offered):
             admitted = set(absent)
             self._decline("not_admitted", [key for key in offered if key not in admitted])
         if not absent:
-            return StorePlan([], [], 0)
-        position_of = request.position_of
-        in_order = absent
-        if position_of(absent[0]) is not None:
-            in_order = sorted(absent, key=lambda key: position_of(key) or 0)
-        slots = self._pool.allocate(in_order, keep=request.loaded)
-        for times_more in _SEARCHES:
-            num_lacking = len(in_order) - len(slots)
-            num_wanted = times_more * max(MAX_LISTED_AT_ONCE, 2 * num_lacking)
-            if not (num_lacking and self._fresh.make_room(request.id, num_wanted)):
-                break
-            slots += self._pool.allocate(in_order[len(slots) :], keep=request.loaded)
+            return StorePlan([], [], 0, is_whole=not offered)
+        in_order = request.in_order(absent)
+        slots = pool.allocate(in_order, keep=request.loaded)
+        if len(slots) < len(in_order):
+            self._search(in_order, slots, request)
+        is_whole = len(slots) == len(offered)
         if len(slots) < len(in_order):
             self._decline("full", in_order[len(slots) :])
             in_order = in_order[: len(slots)]
-            absent = [key for key in absent if find(key) >= 0]
+            absent = [key for key in absent if pool.find(key) >= 0]
         if not slots:
-            return StorePlan([], [], 0)
-        return self._begin(request, absent, dict(zip(in_order, slots, strict=True)))
+            return StorePlan([], [], 0, is_whole=False)
+        store_id = self._begin(request, absent, dict(zip(in_order, slots, strict=True)))
+        if in_order != absent:
+            slot_of = self._open[store_id].slots
+            slots = [slot_of[key] for key in absent]
+        return StorePlan(absent, slots, store_id, is_whole)
 
-    def _begin(
-        self, request: Request, keys: list[ChunkKey], slots: dict[ChunkKey, int]
-    ) -> StorePlan:
+    def _search(self, keys: list[ChunkKey], slots: list[int], request: Request) -> None:
+        """Make more evictable until `slots` are as many as `keys`, or for as long as one may."""
+        for times_more in _SEARCHES:
+            num_lacking = len(keys) - len(slots)
+            num_wanted = max(MAX_LISTED_AT_ONCE, times_more * 2 * num_lacking)
+            if not (num_lacking and self._fresh.make_room(request.id, num_wanted)):
+                break
+            slots += self._pool.allocate(keys[len(slots) :], keep=request.loaded)
+
+    def _begin(self, request: Request, keys: list[ChunkKey], slots: dict[ChunkKey, int]) -> int:
         store_id = self._next_id
         self._next_id += 1
-        self._open[store_id] = _Store(request, keys, slots)
-        self._by_key.update(dict.fromkeys(slots, store_id))
+        self._open[store_id] = store = _Store(store_id, request, keys, slots)
+        self._of_request.setdefault(request.id, []).append(store)
+        self._num_chunks += len(slots)
         request.num_storing += len(slots)
-        return StorePlan(keys, [slots[key] for key in keys], store_id)
+        return store_id
 
     def _decline(self, reason: str, keys: Sequence[ChunkKey]) -> None:
         self._counters.declined_chunks[LEVEL_0, reason] += len(keys)
-        for key in keys:
-            self._counters.note(LEVEL_0, "declined", reason, key)
+        self._counters.note(LEVEL_0, "declined", reason, *keys)
 
     def complete(
         self, keys: AbstractSet[ChunkKey], request: Request, *, success: bool
@@ -135,33 +148,63 @@ class Stores:
         self._note_failures()
         ready: list[ChunkKey] = []
         ready_slots: list[int] = []
-        by_key, states = self._by_key, self._pool.slots.states
-        for store_id in {by_key.get(key, 0) for key in keys} - {0}:
-            store = self._open[store_id]
-            if store.slots.keys() <= keys:
-                ended, store.slots = store.slots, {}
-            else:
-                ended = {key: slot for key, slot in store.slots.items() if key in keys}
-                for key in ended:
-                    del store.slots[key]
-            failed = store.failed if success else set(store.keys)
-            for key, slot in ended.items():
-                del by_key[key]
-                if states[slot] == _DRAINING:
-                    self._pool.slots.give_back(slot)
-                elif failed and key in failed:
-                    self._pool.abandon(key, slot, buffer_free=True)
-                    self._counters.dropped_chunks[LEVEL_0, "copy_failed"] += 1
-                    self._counters.note(LEVEL_0, "dropped", "copy_failed", key)
-                else:
-                    ready.append(key)
-                    ready_slots.append(slot)
+        for store in list(self._of_request.get(request.id, ())):
+            if store.slots.keys().isdisjoint(keys):
+                continue
+            ended = self._end(store, keys)
             request.num_storing -= len(ended)
-            if not store.slots:
-                del self._open[store_id]
+            if not success:
+                store.failed.update(store.keys)
+            self._book(ended, store.failed, ready, ready_slots)
         self._counters.stored_chunks += len(ready)
         self._counters.stored_bytes += self._pool.slots.bytes_of(ready_slots)
         return ready, ready_slots
+
+    def _end(self, store: _Store, keys: AbstractSet[ChunkKey]) -> dict[ChunkKey, int]:
+        """Take those of `keys` out of `store`."""
+        if store.slots.keys() <= keys:
+            ended, store.slots = store.slots, {}
+            del self._open[store.id]
+            of_request = self._of_request[store.request.id]
+            of_request.remove(store)
+            if not of_request:
+                del self._of_request[store.request.id]
+        else:
+            ended = {key: slot for key, slot in store.slots.items() if key in keys}
+            for key in ended:
+                del store.slots[key]
+        self._num_chunks -= len(ended)
+        if self._voided:
+            self._voided.difference_update(ended)
+        return ended
+
+    def _book(
+        self,
+        ended: dict[ChunkKey, int],
+        failed: set[ChunkKey],
+        ready: list[ChunkKey],
+        ready_slots: list[int],
+    ) -> None:
+        states, slots = self._pool.slots.states, list(ended.values())
+        if not failed and _DRAINING not in [states[slot] for slot in slots]:
+            ready += ended
+            ready_slots += slots
+            return
+        for key, slot in ended.items():
+            if states[slot] == _DRAINING:
+                self._pool.slots.give_back(slot)
+            elif key in failed:
+                self._pool.abandon(key, slot, buffer_free=True)
+                self._counters.dropped_chunks[LEVEL_0, "copy_failed"] += 1
+                self._counters.note(LEVEL_0, "dropped", "copy_failed", key)
+            else:
+                ready.append(key)
+                ready_slots.append(slot)
+
+    def void_all(self) -> None:
+        """What is under way was voided: no key may be stored anew before its store has ended."""
+        for store in self._open.values():
+            self._voided.update(store.slots)
 
     def _note_failures(self) -> None:
         reports = self._take_failed()
@@ -184,5 +227,7 @@ class Stores:
         for slot in held:
             self._pool.slots.pin(slot)
         self._open.clear()
-        self._by_key.clear()
+        self._of_request.clear()
+        self._voided.clear()
+        self._num_chunks = 0
         return held

@@ -118,7 +118,8 @@ class GroupEngine:
             for index, key in enumerate(of_group)
         }
         self._num_requests += 1
-        entry = GroupRequest(Request(f"r{self._num_requests}", ends.get), list(tokens), keys)
+        request = Request(f"r{self._num_requests}", ends.get, lambda key: key[-4:])
+        entry = GroupRequest(request, list(tokens), keys)
         self.waiting.append(entry)
         return entry
 
@@ -179,7 +180,7 @@ class GroupEngine:
         if group.window is None:
             hits, pending = 0, False
             for key in keys:
-                answer = ask(key, entry.request, key[-4:])
+                answer = ask(key, entry.request)
                 if answer is Lookup.MISS:
                     break
                 pending |= answer is Lookup.PENDING
@@ -187,7 +188,7 @@ class GroupEngine:
             return None if pending else hits
         in_a_row, pending = 0, False
         for place in range(len(keys) - 1, -1, -1):
-            answer = ask(keys[place], entry.request, keys[place][-4:])
+            answer = ask(keys[place], entry.request)
             if answer is Lookup.MISS:
                 in_a_row, pending = 0, False
             else:

@@ -82,7 +82,7 @@ class MiniEngine:
         entry.num_asked += 1
         hits, pending = 0, False
         for key in entry.keys:
-            answer = self.hierarchy.lookup(key, entry.request, key[-4:])
+            answer = self.hierarchy.lookup(key, entry.request)
             if answer is Lookup.MISS:
                 break
             pending |= answer is Lookup.PENDING

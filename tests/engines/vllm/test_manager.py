@@ -22,10 +22,12 @@ from undercroft.hierarchy.hierarchy import Hierarchy
 
 # --- faults -----------------------------------------------------------------------------------
 
+ABSENT = b"absent".ljust(32) + bytes(4)
 CALLS = {
     "on_new_request": (None, lambda m, c: m.on_new_request(c)),
     "on_request_finished": ("finish_request", lambda m, c: m.on_request_finished(c)),
-    "lookup": ("lookup", lambda m, c: m.lookup(KEYS[0], c)),
+    "lookup": ("lookup_elsewhere", lambda m, c: m.lookup(ABSENT, c)),
+    "lookup, the first of a step": ("lookup", lambda m, c: (step(m), m.lookup(KEYS[0], c))[1]),
     "get_load_source": ("source_of", lambda m, c: m.get_load_source(KEYS[0], c)),
     "complete_load": ("complete_load", lambda m, c: m.complete_load(set(KEYS), c)),
     "prepare_store": ("prepare_store", lambda m, c: m.prepare_store(KEYS, c)),
@@ -81,7 +83,7 @@ def test_a_fault_in_the_hierarchy_never_reaches_the_engine(name, error, monkeypa
         seen = seen or m.get_stats()
         assert seen.data["data"]["vllm:undercroft_broken_invariants"] == {(): 1}
         assert seen.data["data"]["vllm:undercroft_is_on"] == {(): 0}
-        if name == "lookup":
+        if name.startswith("lookup"):
             assert answer is LookupResult.MISS
         if name == "get_load_source":
             assert answer is CacheHitSource.EXTERNAL_UNSPECIFIED
@@ -235,6 +237,98 @@ def test_a_disk_that_is_gone_is_a_miss_and_not_a_fault(tmp_path):
         assert 0 <= hits <= len(KEYS)
         assert not m.is_off
         m.on_request_finished(ctx)
+
+
+# --- lookups that hit, the short way ----------------------------------------------------------
+
+
+def test_a_hit_is_pinned_while_its_request_waits(tmp_path):
+    """However short its way was: nothing may evict it before the rest is there."""
+    extra = {**HOST, **disk(tmp_path)}
+    with manager(extra, engine_id="one") as m:
+        store(m)
+        settle(m)
+    with manager(extra, engine_id="two") as m:
+        store(m, KEYS[:4], "first")
+        ctx = context()
+        m.on_new_request(ctx)
+        answers = [m.lookup(key, ctx) for key in KEYS]
+        assert answers == [LookupResult.HIT] * 4 + [LookupResult.HIT_PENDING] * 4
+        slots = m.hierarchy.pool.slots
+        assert slots.num_pinned == 0
+        step(m)
+        assert slots.num_pinned >= 4
+        assert all(slots.pins[m.hierarchy.pool.find(key)] for key in KEYS[:4])
+        assert walk(m, ctx) == len(KEYS)
+        m.on_request_finished(ctx)
+        settle(m)
+        assert slots.num_pinned == 0
+
+
+def test_every_lookup_is_counted_by_its_answer():
+    """Hits once the step has ended; each time that a key is asked for."""
+    with manager() as m:
+        store(m)
+        ctx = context()
+        m.on_new_request(ctx)
+        for key in [*KEYS, *KEYS, ABSENT]:
+            m.lookup(key, ctx)
+        step(m)
+        m.lookup(KEYS[0], ctx)
+        step(m)
+        counters = m.hierarchy.counters
+        assert (counters.lookup_hits, counters.lookup_misses) == (
+            2 * len(KEYS) + 1,
+            {("none", "absent"): 1},
+        )
+
+
+def test_a_filter_holds_for_every_lookup():
+    """Also for a request's second in a step, and whoever asked before."""
+    with manager() as m:
+        store(m)
+        plain, picky = context("plain"), context("picky", load_tier_filter=TierFilter(()))
+        for _ in range(2):
+            for ctx, answer in ((plain, LookupResult.HIT), (picky, LookupResult.MISS)):
+                m.on_new_request(ctx)
+                assert [m.lookup(key, ctx) for key in KEYS[:2]] == [answer] * 2
+            step(m)
+
+
+@pytest.mark.parametrize("by", ["fault", "reset", "other fault"])
+def test_hits_end_in_the_middle_of_a_step(by, monkeypatch):
+    """With the cache off, and after a reset, what was a hit is a miss."""
+    with manager() as m:
+        store(m)
+        ctx = context()
+        m.on_new_request(ctx)
+        assert m.lookup(KEYS[0], ctx) is LookupResult.HIT
+        if by == "fault":
+            m.switch_off(Bug("broken"))
+        elif by == "reset":
+            m.reset_cache()
+        else:
+            monkeypatch.setattr(m, "_states", None)
+            assert m.lookup(KEYS[0], ctx) is LookupResult.MISS
+            assert m.is_off
+        assert m.lookup(KEYS[0], ctx) is LookupResult.MISS
+        step(m)
+        assert m.lookup(KEYS[0], ctx) is LookupResult.MISS
+
+
+def test_a_request_that_ended_leaves_no_trace_of_its_lookups():
+    """Another of the same name starts anew."""
+    with manager() as m:
+        store(m)
+        for _ in range(2):
+            ctx = context()
+            m.on_new_request(ctx)
+            assert m.lookup(KEYS[0], ctx) is LookupResult.HIT
+            m.on_request_finished(ctx)
+        assert not m._asking
+        step(m)
+        assert m.hierarchy.pool.slots.num_pinned == 0
+        assert not m.hierarchy._asking
 
 
 # --- tiers a request may load from ------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What an operator sees of a level in trouble: each sign is there, and goes away again."""
 
 import pytest
-from worlds import CHUNK_BYTES, make_world
+from worlds import CHUNK_BYTES, made_worlds, make_world
 
 from undercroft.engines.vllm.metrics import PREFIX, StepStats
 from undercroft.engines.vllm.tally import Pace
@@ -11,13 +11,7 @@ from undercroft.testing.faults import Effect, FaultyTier, Injector, on_verb
 from undercroft.testing.mini_engine import chunk_key
 from undercroft.tiers.memory import MemoryTier
 
-
-@pytest.fixture
-def worlds():
-    made = []
-    yield made
-    for world in made:
-        world.close()
+worlds = pytest.fixture(made_worlds)
 
 
 def take_all(stats):

@@ -136,8 +136,8 @@ def keys(count, start=0):
 
 def prefill(made, clock, num_chunks, seconds, *, is_whole=True):
     made.pace.step_began()
-    plan = StorePlan(keys(num_chunks), list(range(num_chunks)), 1)
-    made.store_began("r", plan, (num_chunks,), is_whole=is_whole)
+    plan = StorePlan(keys(num_chunks), list(range(num_chunks)), 1, is_whole)
+    made.store_began("r", plan, (num_chunks,))
     clock.advance(seconds)
     made.pace.step_ended()
     made.store_ended("r", set(plan.keys))
@@ -180,12 +180,12 @@ def test_stores_end_in_any_order_and_a_reset_forgets_them():
     counters, made = tally(clock)
     first, second = keys(2), keys(2, start=10)
     for number, planned in enumerate((first, second)):
-        made.store_began("r", StorePlan(planned, [0, 1], number), (2,), is_whole=True)
+        made.store_began("r", StorePlan(planned, [0, 1], number, is_whole=True), (2,))
         clock.advance(1.0)
     made.store_ended("r", set(second))
     made.store_ended("r", set(first))
     assert counters.store_seconds.take() == {"": [1.0, 2.0]}
-    made.store_began("r", StorePlan(first, [0, 1], 3), (2,), is_whole=True)
+    made.store_began("r", StorePlan(first, [0, 1], 3, is_whole=True), (2,))
     made.load_began(Request("r"), first, (2,), has_waited=False)
     made.reset()
     made.store_ended("r", set(first))

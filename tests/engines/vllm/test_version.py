@@ -62,7 +62,7 @@ import undercroft.engines.vllm
 
 @pytest.mark.parametrize(
     ("hidden", "words"),
-    [("vllm", "no vLLM is installed"), ("vllm.v1.kv_offload.base", "lacks something it needs")],
+    [("vllm", "no vLLM is installed"), ("vllm.config", "lacks something it needs")],
 )
 def test_importing_the_adapter_says_so(hidden, words):
     """In a process where vLLM, or what we need of it, is not there."""

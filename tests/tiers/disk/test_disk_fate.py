@@ -72,7 +72,6 @@ def test_each_fate_is_told_apart(tmp_path: Path) -> None:
     assert known.general(space) == [told[0], told[7]]
     assert known.since_s(space) == 100
     assert [known.has(space, key(n)) for n in (0, 1, 4)] == [False, True, False]
-    assert [chunk.key for chunk in known.starting_with(space, key(1)[:5])] == [key(1)]
 
 
 def test_without_a_history_what_is_there_is_still_told(tmp_path: Path) -> None:

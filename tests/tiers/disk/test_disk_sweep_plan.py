@@ -69,6 +69,7 @@ def test_the_coldest_go_until_the_rest_fits(tmp_path: Path) -> None:
     """Over the capacity, segments nobody owns go, oldest first, and no more than needed."""
     fill(tmp_path, range(200))
     indexes = sorted(files(tmp_path, ".index"), key=lambda p: p.stat().st_mtime_ns)
+    assert planned(tmp_path, capacity_bytes=du(tmp_path)) == [], "it fits"
     wanted = du(tmp_path) - 1
     (waste,) = planned(tmp_path, capacity_bytes=wanted)
     assert waste.reason is Reason.OVER_CAPACITY

@@ -7,6 +7,7 @@ processor whose system calls are not known here, nothing happens.
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import platform
@@ -107,7 +108,7 @@ def _call(which: int, *arguments: Any) -> int:  # noqa: ANN401 - C decides
     """A system call; its error number, or 0."""
     numbers = _NUMBERS.get(platform.machine())
     if numbers is None:
-        return 38  # ENOSYS
+        return errno.ENOSYS
     wrapped = [ctypes.c_ulong(each) if isinstance(each, int) else each for each in arguments]
     with suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None, use_errno=True)
@@ -115,4 +116,4 @@ def _call(which: int, *arguments: Any) -> int:  # noqa: ANN401 - C decides
         if libc.syscall(ctypes.c_long(numbers[which]), *wrapped) == 0:
             return 0
         return ctypes.get_errno() or 1
-    return 38
+    return errno.ENOSYS

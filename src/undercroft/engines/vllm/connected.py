@@ -13,7 +13,6 @@ from typing import Any
 
 from typing_extensions import override
 from vllm.v1.kv_offload.base import (
-    LoadStoreSpec,
     LookupResult,
     OffloadingEvent,
     OffloadKey,
@@ -23,10 +22,9 @@ from vllm.v1.kv_offload.base import (
     TierFilter,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from undercroft.engines.vllm.adapters import AdapterTag, untagged
-from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, _safe
+from undercroft.engines.vllm.manager import UndercroftManager, _safe
 from undercroft.engines.vllm.spec import UndercroftSpec
 from undercroft.hierarchy.region import Region
 from undercroft.hierarchy.request import Request
@@ -45,7 +43,6 @@ class ConnectedManager(UndercroftManager):
         super().__init__(*args, **kwargs)
         self._scout: Request | None = None
         self._tags: dict[str, AdapterTag] = {}
-        self._knows_adapters = False
 
     # --- adapters -----------------------------------------------------------------------------
 
@@ -71,19 +68,9 @@ class ConnectedManager(UndercroftManager):
         return context.get_state(AdapterTag) if self._knows_adapters else None
 
     @override
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+    def _named(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Collection[ChunkKey]:
         tag = self._tag(req_context)
-        return super().get_load_source(tag.on(key) if tag else key, req_context)
-
-    @override
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        tag = self._tag(req_context)
-        return super().prepare_load(tag.on_all(keys) if tag else keys, req_context)
-
-    @override
-    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        tag = self._tag(req_context)
-        super().complete_load(tag.on_all(keys) if tag else keys, req_context)
+        return tag.on_all(keys) if tag else keys
 
     @override
     def prepare_store(
@@ -92,17 +79,10 @@ class ConnectedManager(UndercroftManager):
         tag = self._tag(req_context)
         if tag is None:
             return super().prepare_store(keys, req_context)
-        output = super().prepare_store(tag.on_all(keys) if tag.is_sure else [], req_context)
+        output = super().prepare_store(keys if tag.is_sure else [], req_context)
         if output is not None:
             output.keys_to_store = [OffloadKey(untagged(key)) for key in output.keys_to_store]
         return output
-
-    @override
-    def complete_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
-    ) -> None:
-        tag = self._tag(req_context)
-        super().complete_store(tag.on_all(keys) if tag else keys, req_context, success)
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -114,7 +94,7 @@ class ConnectedManager(UndercroftManager):
     # --- lookups ------------------------------------------------------------------------------
 
     @override
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+    def _look_up(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         tag = self._tag(req_context)
         if tag is not None:
             if not tag.is_sure:
@@ -122,7 +102,12 @@ class ConnectedManager(UndercroftManager):
             key = tag.on(key)
         if self._scout is not None:
             return self._look(ChunkKey(key), req_context, self._scout)
-        return super().lookup(key, req_context)
+        return super()._look_up(key, req_context)
+
+    @override
+    def _may_ask_plainly(self, request: Request, req_context: ReqContext) -> None:
+        if self._tag(req_context) is None:
+            super()._may_ask_plainly(request, req_context)
 
     @contextmanager
     def looking_ahead(self, request_id: str) -> Iterator[bool]:
@@ -132,18 +117,20 @@ class ConnectedManager(UndercroftManager):
         """
         request = None if self.is_off else self._requests.get(request_id)
         if request is not None:
-            self._scout = self.hierarchy.ahead.scout(request_id, request.position_of)
+            self._scout = self.hierarchy.ahead.scout(
+                request_id, request.position_of, request.group_of
+            )
+            self._asking.pop(request_id, None)
         try:
             yield self._scout is not None
         finally:
             self._scout = None
 
-    @_safe(lambda: LookupResult.MISS)
     def _look(self, key: ChunkKey, context: ReqContext, scout: Request) -> LookupResult:
         tiers = context.load_tier_filter
         if tiers is not TierFilter.ALL and not self._allowed(key, tiers, scout):
             return LookupResult.MISS
-        found = self.hierarchy.ahead.finds(key, scout, key[-GROUP_ID_BYTES:])
+        found = self.hierarchy.ahead.finds(key, scout)
         return LookupResult.HIT if found else LookupResult.MISS
 
     # --- loads that failed --------------------------------------------------------------------

@@ -37,6 +37,8 @@ from undercroft.engines.vllm.tally import Tally
 from undercroft.engines.vllm.transfer_spec import SlotSpec
 from undercroft.hierarchy.hierarchy import LEVEL_0, Hierarchy
 from undercroft.hierarchy.request import Lookup, Request
+from undercroft.hierarchy.slots import SlotState
+from undercroft.key_table import SHARD_SHIFT
 from undercroft.keys import ChunkKey
 from undercroft.log import SparingLog
 
@@ -45,11 +47,11 @@ __all__ = ["GROUP_ID_BYTES", "UndercroftManager", "group_key"]
 _LOG = logging.getLogger(__name__)
 GROUP_ID_BYTES = 4
 
-_RESULTS = {
-    Lookup.HIT: LookupResult.HIT,
-    Lookup.MISS: LookupResult.MISS,
-    Lookup.PENDING: LookupResult.HIT_PENDING,
-}
+# A global's name costs half of an enum member's on the path taken per key.
+_READY = int(SlotState.READY)
+_HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
+_IS_HIT, _IS_MISS = Lookup.HIT, Lookup.MISS
+_ALL_TIERS = TierFilter.ALL
 
 _T = TypeVar("_T")
 
@@ -76,6 +78,15 @@ def _safe(default: Callable[[], Any]) -> Callable[[Callable[..., _T]], Callable[
 def group_key(group_id: int) -> bytes:
     """The end of every key of a group, as vLLM packs it."""
     return group_id.to_bytes(GROUP_ID_BYTES, "big")
+
+
+def _group_of(key: ChunkKey) -> bytes:
+    return key[-GROUP_ID_BYTES:]
+
+
+def _result(found: Lookup) -> LookupResult:
+    # No dict: hashing an enum's member costs as much as a lookup.
+    return _MISS if found is _IS_MISS else _HIT if found is _IS_HIT else _PENDING
 
 
 def _nothing_stored() -> PrepareStoreOutput:
@@ -117,6 +128,14 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         self._tally = tally
         self._stats = StepStats(hierarchy, tally.pace)
         self._requests: dict[str, Request] = {}
+        self._group_of = _group_of if len(group_ids) > 1 else None
+        # What every lookup needs, one attribute away.
+        self._shards = hierarchy.pool.table.shards
+        self._states = hierarchy.pool.slots.states
+        self._knows_adapters = False
+        """Whether `_named` has anything to do."""
+        self._asking: dict[str, Request] = {}
+        """Those that have begun this step, and that `lookup` may answer by itself."""
         self._outdated: dict[str, bool] = {}
         """Requests that lived through a reset; whether to begin running makes them trusted."""
         refresh()
@@ -124,6 +143,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     def switch_off(self, error: BaseException) -> None:
         """Serve and store nothing from now on. Loads under way end as they would have."""
         was_off, self.is_off = self.is_off, True
+        self._asking.clear()
         self.hierarchy.counters.broken_invariants += 1
         if was_off:
             return
@@ -136,7 +156,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     def _request(self, context: ReqContext) -> Request:
         request = self._requests.get(context.req_id)
         if request is None:
-            request = Request(context.req_id, context.get_offload_key_position)
+            request = Request(context.req_id, context.get_offload_key_position, self._group_of)
             self._requests[context.req_id] = request
         return request
 
@@ -145,13 +165,17 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     @override
     @_safe(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._request(req_context)
+        request = self._request(req_context)
+        # Most are looked up in the step in which they come.
+        self.hierarchy.begin_lookups(request)
+        self._may_ask_plainly(request, req_context)
         return RequestOffloadingContext()
 
     @override
     @_safe(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self._requests.pop(req_context.req_id, None)
+        self._asking.pop(req_context.req_id, None)
         self._outdated.pop(req_context.req_id, None)
         if request is not None:
             self.hierarchy.finish_request(request)
@@ -159,20 +183,55 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
                 # Completions may still come, and name the request by its context only.
                 req_context.set_state(request)
 
+    def _named(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Collection[ChunkKey]:
+        """What the chunks of `keys` are called here, for a request of one of many adapters."""
+        del req_context
+        return keys
+
     def _any_request(self, context: ReqContext) -> Request:
         return context.get_state(Request) or self._request(context)
 
     # --- lookups and loads --------------------------------------------------------------------
 
     @override
-    @_safe(lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        request = self._request(req_context)
-        if req_context.load_tier_filter is not TierFilter.ALL and not self._allowed(
-            ChunkKey(key), req_context.load_tier_filter, request
-        ):
-            return LookupResult.MISS
-        return _RESULTS[self.hierarchy.lookup(ChunkKey(key), request, key[-GROUP_ID_BYTES:])]
+        # One frame for what is asked most, by far; see `Hierarchy.lookup`.
+        try:
+            request = self._asking[req_context.req_id]
+            slot = self._shards[hash(key) >> SHARD_SHIFT].get(key)
+            if slot is not None and self._states[slot] >= _READY:
+                request.asked.append(key)
+                return _HIT
+        except KeyError:
+            return self._look_first(key, req_context)
+        except Exception as error:  # noqa: BLE001 - the engine dies of whatever passes
+            self.switch_off(error)
+            return _MISS
+        try:
+            found = self.hierarchy.lookup_elsewhere(key, request, -1 if slot is None else slot)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.switch_off(error)
+            return _MISS
+        return _result(found)
+
+    @_safe(lambda: LookupResult.MISS)
+    def _look_first(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return self._look_up(key, req_context)
+
+    def _look_up(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """`lookup`, the long way: a request's first of a step, and what needs a closer look."""
+        request = self._requests.get(req_context.req_id) or self._request(req_context)
+        tiers = req_context.load_tier_filter
+        if tiers is not _ALL_TIERS and not self._allowed(ChunkKey(key), tiers, request):
+            return _MISS
+        found = self.hierarchy.lookup(ChunkKey(key), request)
+        self._may_ask_plainly(request, req_context)
+        return _result(found)
+
+    def _may_ask_plainly(self, request: Request, req_context: ReqContext) -> None:
+        """From now on and in this step, if it takes hits from everywhere and its keys are plain."""
+        if req_context.load_tier_filter is _ALL_TIERS:
+            self._asking[request.id] = request
 
     def _allowed(self, key: ChunkKey, tiers: TierFilter, request: Request) -> bool:
         """Whether the request wants hits from where `key` is."""
@@ -190,41 +249,56 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         return self._localities.get(level, Locality.LOCAL)
 
     @override
-    @_safe(lambda: CacheHitSource.EXTERNAL_UNSPECIFIED)
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        source = self.hierarchy.source_of(ChunkKey(key), self._any_request(req_context))
+        # Asked per key of a load, so without `_safe`, which costs twice as much.
+        if self.is_off:
+            return CacheHitSource.EXTERNAL_UNSPECIFIED
+        try:
+            if self._knows_adapters:
+                (key,) = self._named([key], req_context)
+            source = self.hierarchy.source_of(ChunkKey(key), self._any_request(req_context))
+        except Exception as error:  # noqa: BLE001 - the engine dies of whatever passes
+            self.switch_off(error)
+            return CacheHitSource.EXTERNAL_UNSPECIFIED
         return CacheHitSource.HOST if source == LEVEL_0 else CacheHitSource.DISK
 
     @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         # Not caught: the engine will read whatever slots are named here, so a fault must stop it.
-        chunk_keys = [ChunkKey(key) for key in keys]
-        request = self._request(req_context)
+        if self._knows_adapters:
+            keys = self._named(keys, req_context)
+        chunk_keys: list[ChunkKey] = list(keys)  # a copy: the caller's may be any collection
+        request = self._requests.get(req_context.req_id) or self._request(req_context)
         has_waited = request.queued
         slots = self.hierarchy.prepare_load(chunk_keys, request)
         spec = self._spec(chunk_keys, slots, 0)
-        self._note_load(request, chunk_keys, spec, has_waited=has_waited)
+        self._note_load(request, chunk_keys, spec, has_waited)
         return spec
 
     @_safe(lambda: None)
     def _note_load(
-        self, request: Request, keys: list[ChunkKey], spec: SlotSpec, *, has_waited: bool
+        self,
+        request: Request,
+        keys: list[ChunkKey],
+        spec: SlotSpec,
+        has_waited: bool,  # noqa: FBT001 - by position, as `_safe` passes it on
     ) -> None:
         self._tally.load_began(request, keys, spec.group_chunks, has_waited=has_waited)
 
     @override
     @_safe(lambda: None)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        if self._knows_adapters:
+            keys = self._named(keys, req_context)
         self._tally.load_ended(req_context.req_id)
-        self.hierarchy.complete_load(
-            [ChunkKey(key) for key in keys], self._any_request(req_context)
-        )
+        self.hierarchy.complete_load(keys, self._any_request(req_context))
 
     def _spec(self, keys: list[ChunkKey], slots: list[int], store_id: int) -> SlotSpec:
-        offset = self.hierarchy.pool.slots.offset
-        per_group = Counter(key[-GROUP_ID_BYTES:] for key in keys)
-        group_chunks = [per_group[group_id] for group_id in self._group_ids]
-        return SlotSpec([offset(slot) for slot in slots], group_chunks, store_id)
+        offsets = self.hierarchy.pool.slots.offsets(slots)
+        if self._group_of is None:
+            return SlotSpec(offsets, (len(keys),), store_id)
+        per_group = Counter(map(self._group_of, keys))
+        return SlotSpec(offsets, [per_group[group_id] for group_id in self._group_ids], store_id)
 
     # --- stores -------------------------------------------------------------------------------
 
@@ -233,36 +307,37 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
+        if self._knows_adapters:
+            keys = self._named(keys, req_context)
         if req_context.req_id in self._outdated:
-            declined = self.hierarchy.counters.declined_chunks
-            declined[LEVEL_0, "before_reset"] += len(keys)
-            for key in keys:
-                self.hierarchy.counters.note(LEVEL_0, "declined", "before_reset", key)
+            counters = self.hierarchy.counters
+            counters.declined_chunks[LEVEL_0, "before_reset"] += len(keys)
+            counters.note(LEVEL_0, "declined", "before_reset", *keys)
             return _nothing_stored()
-        chunk_keys = [ChunkKey(key) for key in keys]
-        declined = self.hierarchy.counters.declined_chunks
-        num_declined = declined.total()
-        plan = self.hierarchy.prepare_store(chunk_keys, self._request(req_context))
+        request = self._requests.get(req_context.req_id) or self._request(req_context)
+        plan = self.hierarchy.prepare_store(list(keys), request)
+        if not plan.keys:
+            return _nothing_stored()
         spec = self._spec(plan.keys, plan.slots, plan.store_id)
-        is_whole = declined.total() == num_declined
-        self._tally.store_began(req_context.req_id, plan, spec.group_chunks, is_whole=is_whole)
-        return PrepareStoreOutput([OffloadKey(key) for key in plan.keys], spec, [])
+        self._tally.store_began(req_context.req_id, plan, spec.group_chunks)
+        return PrepareStoreOutput(list(plan.keys), spec, [])
 
     @override
     @_safe(lambda: None)
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
+        if self._knows_adapters:
+            keys = self._named(keys, req_context)
         self._tally.store_ended(req_context.req_id, keys)
-        self.hierarchy.complete_store(
-            [ChunkKey(key) for key in keys], self._any_request(req_context), success=success
-        )
+        self.hierarchy.complete_store(keys, self._any_request(req_context), success=success)
 
     # --- steps --------------------------------------------------------------------------------
 
     @override
     @_safe(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._asking.clear()
         self._refresh()
         self._tally.pace.step_began()
         if self.hierarchy.end_step(context.new_req_ids):

@@ -245,10 +245,10 @@ def _level_gauges(level: Level) -> Iterator[_Reading]:
         yield "breaker_state", (name, word), int(state is now)
 
 
-def _room(level: str, used: int, capacity: int) -> Iterator[_Reading]:
-    yield "resident_bytes", (level,), used
-    yield "capacity_bytes", (level,), capacity
-    yield "residency_ratio", (level,), used / capacity if capacity else 0.0
+def _room(level: str, used_bytes: int, capacity_bytes: int) -> Iterator[_Reading]:
+    yield "resident_bytes", (level,), used_bytes
+    yield "capacity_bytes", (level,), capacity_bytes
+    yield "residency_ratio", (level,), used_bytes / capacity_bytes if capacity_bytes else 0.0
 
 
 def _samples(counters: Counters) -> Iterator[tuple[str, tuple[str, ...], list[float]]]:
@@ -303,6 +303,5 @@ class StepStats:
         for name, (_, labelnames) in _HISTOGRAMS.items():
             for labels in levels if labelnames else [()]:
                 stats.observe_histogram(PREFIX + name, 0.0, labels)
-                stats.data["data"][PREFIX + name][
-                    labels
-                ].clear()  # it is there, and has seen nothing
+                # It is there now, and has seen nothing.
+                stats.data["data"][PREFIX + name][labels].clear()

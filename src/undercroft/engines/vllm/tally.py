@@ -66,7 +66,8 @@ class Pace:
 class Tally:
     """Counts around the manager's calls. Threads: the scheduler's.
 
-    Cost: some 5 us a call; with hits from below, 0.1 us a hit more.
+    Cost: 0.5-1 us a call in a loop, 2-3 us between other work, whatever the number of chunks; with
+    hits from below, 0.13 us a hit more.
 
     Args:
         counters: Where to.
@@ -81,7 +82,7 @@ class Tally:
         self.pace = Pace(clock)
         self._loads: dict[str, float] = {}
         self._stores: dict[str, list[tuple[ChunkKey, float]]] = {}
-        self._unpriced: Counter[str] = Counter()
+        self._unpriced: dict[str, int] = {}
 
     def load_began(
         self,
@@ -103,17 +104,19 @@ class Tally:
         self._loads[request.id] = now_s
         if has_waited:
             self._counters.restore_wait_seconds.see(now_s - request.queued_s)
-        leader, _ = self._leader(chunks_of_groups)
-        first = sum(chunks_of_groups[:leader])
-        of_leader = keys[first : first + chunks_of_groups[leader]]
-        self._counters.hit_chunks.update(_by_source(request, keys))
-        tokens_per_chunk = self._tokens_per_chunk[leader]
-        tokens = {
-            level: tokens_per_chunk * num_chunks
-            for level, num_chunks in _by_source(request, of_leader).items()
-        }
-        self._counters.hit_tokens.update(tokens)
-        self._unpriced.update(tokens)
+        leader, num_tokens = self._leader(chunks_of_groups)
+        if not request.promoted:
+            self._counters.hit_chunks[LEVEL_0] += len(keys)
+            self._counters.hit_tokens[LEVEL_0] += num_tokens
+            self._unpriced[LEVEL_0] = self._unpriced.get(LEVEL_0, 0) + num_tokens
+        else:
+            first = sum(chunks_of_groups[:leader])
+            of_leader = keys[first : first + chunks_of_groups[leader]]
+            self._counters.hit_chunks.update(_by_source(request, keys))
+            for level, num_chunks in _by_source(request, of_leader).items():
+                num_tokens = self._tokens_per_chunk[leader] * num_chunks
+                self._counters.hit_tokens[level] += num_tokens
+                self._unpriced[level] = self._unpriced.get(level, 0) + num_tokens
         self._price()
 
     def load_ended(self, request_id: str) -> None:
@@ -123,7 +126,7 @@ class Tally:
             self._counters.load_seconds.see(self._clock.now_s() - began_s)
 
     def store_began(
-        self, request_id: str, plan: StorePlan, chunks_of_groups: Sequence[int], *, is_whole: bool
+        self, request_id: str, plan: StorePlan, chunks_of_groups: Sequence[int]
     ) -> None:
         """A store was planned.
 
@@ -131,26 +134,27 @@ class Tally:
             request_id: Whose.
             plan: What the engine was told to store.
             chunks_of_groups: How many of the plan's keys are of each group.
-            is_whole: Nothing that was offered and is absent was left out.
         """
         if not plan.keys:
             return
         open_stores = self._stores.setdefault(request_id, [])
         open_stores.append((plan.keys[0], self._clock.now_s()))
         leader, num_tokens = self._leader(chunks_of_groups)
-        if is_whole and chunks_of_groups[leader] >= _LEAST_CHUNKS:
+        if plan.is_whole and chunks_of_groups[leader] >= _LEAST_CHUNKS:
             self.pace.computed(num_tokens)
 
     def store_ended(self, request_id: str, keys: Collection[ChunkKey]) -> None:
         """The workers copied `keys`, all of one plan, or could not."""
-        open_stores = self._stores.get(request_id, [])
+        open_stores = self._stores.get(request_id)
+        if open_stores is None:
+            return
         for index, (first_key, began_s) in enumerate(open_stores):
             if first_key in keys:
                 self._counters.store_seconds.see(self._clock.now_s() - began_s)
                 del open_stores[index]
                 break
         if not open_stores:
-            self._stores.pop(request_id, None)
+            del self._stores[request_id]
 
     def reset(self) -> None:
         """After a reset the engine tells no end of what was under way."""
@@ -159,7 +163,10 @@ class Tally:
 
     def _leader(self, chunks_of_groups: Sequence[int]) -> tuple[int, int]:
         """The group whose chunks span most tokens: full attention, if there is one."""
-        spans = [n * t for n, t in zip(chunks_of_groups, self._tokens_per_chunk, strict=True)]
+        tokens_per_chunk = self._tokens_per_chunk
+        if len(tokens_per_chunk) == 1:
+            return 0, chunks_of_groups[0] * tokens_per_chunk[0]
+        spans = [n * t for n, t in zip(chunks_of_groups, tokens_per_chunk, strict=True)]
         most = max(spans)
         return spans.index(most), most
 
@@ -176,7 +183,5 @@ class Tally:
 
 def _by_source(request: Request, keys: Sequence[ChunkKey]) -> dict[str, int]:
     """How many of `keys` came from each level."""
-    if not request.promoted:
-        return {LEVEL_0: len(keys)}
     found = Counter(map(request.promoted.get, keys))
     return {level or LEVEL_0: count for level, count in found.items()}

@@ -27,7 +27,7 @@ class SlotSpec(LoadStoreSpec):  # type: ignore[misc] # untyped here
     """
 
     def __init__(self, offsets: ArrayLike, group_chunks: Sequence[int], store_id: int = 0) -> None:
-        self.offsets: NDArray[np.int64] = np.ascontiguousarray(offsets, np.int64)
+        self.offsets: NDArray[np.int64] = np.array(offsets, np.int64)
         self.group_chunks = tuple(group_chunks)
         self.store_id = store_id
         if self.offsets.shape != (sum(self.group_chunks),):

@@ -37,6 +37,7 @@ from undercroft.tiers.disk.names import (
 from undercroft.tiers.disk.root import hold_root
 from undercroft.tiers.disk.segment import INDEX_SUFFIX, SLAB_SUFFIX, charge
 from undercroft.tiers.disk.stored import (
+    EPOCH_LOST,
     Piece,
     Store,
     StoredChunk,
@@ -297,7 +298,7 @@ class Catalog:
         epoch = self._epoch(f"{directory}/{EPOCH_NAME}")
         manifest, problem = self._manifest(directory)
         if not problem and epoch is None:
-            problem = "the epoch is missing or damaged: all chunks are void"
+            problem = EPOCH_LOST
         namespace = manifest.digest if manifest and not problem else None
         segments = (self._segment(segment, namespace) for segment in listed.segments)
         return replace(
@@ -354,7 +355,14 @@ class Catalog:
             except FileNotFoundError:
                 pieces[name] = None
         return self._segment(
-            replace(segment, slab=pieces["slab"], index=pieces["index"], header=None, problem=""),
+            replace(
+                segment,
+                slab=pieces["slab"],
+                index=pieces["index"],
+                header=None,
+                problem="",
+                is_too_new=False,
+            ),
             None,
         )
 
@@ -375,7 +383,7 @@ class Catalog:
                 raise CorruptChunk("the index belongs to another namespace")  # noqa: TRY301 - one way out
             header = parse_header_of(page, listed.segment_id, space)
         except (CorruptChunk, FormatTooNew) as exc:
-            return replace(listed, problem=str(exc))
+            return replace(listed, problem=str(exc), is_too_new=isinstance(exc, FormatTooNew))
         return replace(listed, header=header)
 
     def entries(self, segment: StoredSegment) -> Entries | None:

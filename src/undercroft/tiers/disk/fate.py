@@ -83,10 +83,6 @@ class Fates:
         chunk = self._of(namespace).chunks.get(key)
         return chunk is not None and chunk.is_current
 
-    def starting_with(self, namespace: StoredNamespace, prefix: bytes) -> list[StoredChunk]:
-        """The chunks whose keys begin with `prefix`, one for each key."""
-        return [c for key, c in self._of(namespace).chunks.items() if key.startswith(prefix)]
-
     def general(self, namespace: StoredNamespace) -> list[Incident]:
         """What happened that is about no single chunk: resets, levels that went down; in order."""
         return self._of(namespace).general

@@ -135,6 +135,14 @@ class Files:
         """Of the name itself, never of what a symbolic link points to."""
         return os.lstat(path)
 
+    def exists(self, path: str) -> bool:
+        """Whether there is such a name; other failures of `stat` pass."""
+        try:
+            self.stat(path)
+        except FileNotFoundError:
+            return False
+        return True
+
     def fstat(self, fd: int) -> os.stat_result:
         """Of the open file."""
         return os.fstat(fd)

@@ -19,7 +19,13 @@ from undercroft.errors import CorruptChunk, FormatTooNew, TierUnavailable
 from undercroft.tiers.disk.buffers import PAGE_BYTES, AlignedPool
 from undercroft.tiers.disk.catalog import Catalog
 from undercroft.tiers.disk.records import RecordIo, record_bytes
-from undercroft.tiers.disk.stored import Store, StoredChunk, StoredNamespace, StoredSegment
+from undercroft.tiers.disk.stored import (
+    EPOCH_LOST,
+    Store,
+    StoredChunk,
+    StoredNamespace,
+    StoredSegment,
+)
 from undercroft.tiers.disk.table import index_bytes, parse_entries
 
 __all__ = ["Finding", "Fsck", "Kind", "Report"]
@@ -144,7 +150,7 @@ class Fsck:
     ) -> None:
         directory = namespace.directory.path
         if namespace.problem:
-            kind = Kind.EPOCH if namespace.problem.startswith("the epoch") else Kind.NAMESPACE
+            kind = Kind.EPOCH if namespace.problem == EPOCH_LOST else Kind.NAMESPACE
             report.findings.append(Finding(kind, directory, namespace.problem, namespace=namespace))
         if is_settled:
             report.findings += [
@@ -176,7 +182,7 @@ class Fsck:
             report.findings.append(Finding(kind, path, what, slot, chunk, segment, namespace))
 
         if segment.header is None:
-            if "format version" in segment.problem:
+            if segment.is_too_new:
                 find(Kind.NEWER, segment.problem)
             elif is_settled:
                 find(Kind.SEGMENT, segment.problem)

@@ -70,12 +70,12 @@ class Removal:
         with self._catalog.locked():
             if segment.index is not None:
                 with self._catalog.lock_of(segment.index_path) as fd:
-                    if fd is None and self._exists(segment.index_path):
+                    if fd is None and self._files.exists(segment.index_path):
                         return used_by(segment.users)
                     if if_bad and self._catalog.again(segment).header is not None:
                         return "it is good by now"
                     remove_segment(self._files, segment.directory, segment.segment_id)
-            elif self._exists(segment.index_path):
+            elif self._files.exists(segment.index_path):
                 return "it has become whole meanwhile"
             else:
                 remove_segment(self._files, segment.directory, segment.segment_id)
@@ -93,10 +93,10 @@ class Removal:
 
     def _remove_directory(self, namespace: StoredNamespace) -> str:
         directory = namespace.directory.path
-        if not self._exists(directory):
+        if not self._files.exists(directory):
             return ""
         with self._catalog.lock_of(f"{directory}/{MANIFEST_NAME}") as fd:
-            if fd is None and self._exists(f"{directory}/{MANIFEST_NAME}"):
+            if fd is None and self._files.exists(f"{directory}/{MANIFEST_NAME}"):
                 return used_by(namespace.users)
             names = self._files.list(directory)
             others = [name for name in names if not is_ours(name)]
@@ -121,17 +121,10 @@ class Removal:
     def remove_history(self, piece: Piece) -> str:
         """Remove a history that no engine writes."""
         with self._catalog.locked(), self._catalog.lock_of(piece.path) as fd:
-            if fd is None and self._exists(piece.path):
+            if fd is None and self._files.exists(piece.path):
                 return "an engine goes on with it by now"
             self._files.unlink(piece.path)
         return ""
-
-    def _exists(self, path: str) -> bool:
-        try:
-            self._files.stat(path)
-        except FileNotFoundError:
-            return False
-        return True
 
     # --- single slots -------------------------------------------------------------------------
 

@@ -55,13 +55,13 @@ class Room:
     def _has_slot(self, record_bytes: int) -> bool:
         return any(
             s.num_free and s.header.record_bytes == record_bytes
-            for s in self._ground.holdings.own.values()
+            for s in tuple(self._ground.holdings.own.values())
         )
 
     def _why_full(self, record_bytes: int) -> str:
         slots = sum(
             s.header.num_slots
-            for s in self._ground.holdings.own.values()
+            for s in tuple(self._ground.holdings.own.values())
             if s.header.record_bytes == record_bytes
         )
         ground, limits = self._ground, self._ground.limits
@@ -75,9 +75,10 @@ class Room:
 
     def own_planned_bytes(self) -> int:
         """What this process's segments count against its share."""
+        # A copy, here and elsewhere: movers add segments while the scheduler's thread asks.
         return sum(
             max(s.charged_bytes, slab + index_bytes(s.header.num_slots) + reserve_bytes(slab))
-            for s in self._ground.holdings.own.values()
+            for s in tuple(self._ground.holdings.own.values())
             for slab in (s.header.num_slots * s.header.record_bytes,)
         )
 
@@ -147,7 +148,7 @@ class Room:
 
     def _make_room(self, record_bytes: int) -> bool:
         """One step towards room; False if nothing may go."""
-        own = self._ground.holdings.own.values()
+        own = tuple(self._ground.holdings.own.values())
         others = [s for s in own if s.header.record_bytes != record_bytes]
         idle = [s for s in others if s.is_idle]
         if idle:
@@ -226,7 +227,7 @@ class Room:
         if len(self._ground.usage.namespaces) == 1:
             return
         while self.own_planned_bytes() > self._ground.share_bytes:
-            unused = [s for s in self._ground.holdings.own.values() if s.users == 0]
+            unused = [s for s in tuple(self._ground.holdings.own.values()) if s.users == 0]
             if not unused:
                 return
             with self._ground.root.locked():

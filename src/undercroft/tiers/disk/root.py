@@ -93,7 +93,7 @@ class Root:
                     f"disk path {self._above} is not a directory, or lies below a file; name a "
                     "folder, which is made if it is missing"
                 ) from exc
-            if exc.errno not in _REFUSED or not self._exists(self.directory):
+            if exc.errno not in _REFUSED or not self._files.exists(self.directory):
                 raise
             self.read_only = f"{exc.filename or self.path}: {exc.strerror}"
         self.check_owner()
@@ -102,7 +102,7 @@ class Root:
 
     def is_new(self) -> bool:
         """Whether this namespace has no directory yet."""
-        return not self._exists(self.directory)
+        return not self._files.exists(self.directory)
 
     def enter(self) -> None:
         """Create or compare the namespace's directory and manifest. Needs the lock.
@@ -138,7 +138,7 @@ class Root:
         Raises:
             ConfigError: It is a link, a file, or somebody else's.
         """
-        if not self._exists(self.path):
+        if not self._files.exists(self.path):
             return
         found = self._files.stat(self.path)
         if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
@@ -148,13 +148,6 @@ class Root:
                 f"{self.path} belongs to user {found.st_uid}, not to us ({self._files.user_id()}): "
                 "give each user a path of its own"
             )
-
-    def _exists(self, path: str) -> bool:
-        try:
-            self._files.stat(path)
-        except FileNotFoundError:
-            return False
-        return True
 
     @contextmanager
     def locked(self) -> Iterator[None]:

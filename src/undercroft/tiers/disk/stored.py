@@ -10,7 +10,18 @@ from undercroft.tiers.disk.segment import INDEX_SUFFIX, SLAB_SUFFIX
 from undercroft.tiers.disk.table import IndexHeader
 from undercroft.tiers.disk.usage import reserve_bytes
 
-__all__ = ["Piece", "Store", "StoredChunk", "StoredNamespace", "StoredSegment", "Users"]
+__all__ = [
+    "EPOCH_LOST",
+    "Piece",
+    "Store",
+    "StoredChunk",
+    "StoredNamespace",
+    "StoredSegment",
+    "Users",
+]
+
+EPOCH_LOST = "the epoch is missing or damaged: all chunks are void"
+"""The `problem` of a namespace whose manifest is good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,7 @@ class StoredSegment:
         header: What the index says of it; None if that cannot be read, see `problem`.
         problem: Why it serves nothing; empty if it can.
         version: Format version as far as it can be read.
+        is_too_new: Its index is whole, and of a later version than this release reads.
     """
 
     segment_id: str
@@ -68,6 +80,7 @@ class StoredSegment:
     header: IndexHeader | None = None
     problem: str = ""
     version: int | None = None
+    is_too_new: bool = False
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

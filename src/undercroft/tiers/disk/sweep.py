@@ -14,7 +14,6 @@ from undercroft.tiers.disk.table import FORMAT_VERSION
 
 __all__ = ["Reason", "Waste", "plan", "remove"]
 
-
 _HISTORY_KEPT_S = 30 * 86400.0
 
 
