@@ -285,3 +285,29 @@ def test_the_answer_is_one_json_value_though_vllm_talks(tmp_path: Path, prompt: 
     )
     assert done.returncode == 0, done.stderr
     assert fates(json.loads(done.stdout)) == ["stored"] * 6
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("groups", 0, "group_id"), -1),
+        (("groups", 0, "group_id"), 1 << 40),
+        (("groups", 0, "tokens_per_block"), 0),
+        (("groups", 0, "tokens_per_block"), 48),
+        (("cache", "tokens_per_hash"), 0),
+        (("cache", "blocks_per_chunk"), -1),
+    ],
+)
+def test_a_manifest_that_no_engine_wrote_is_code_2(
+    tmp_path: Path, prompt: Path, capsys: Capsys, path: tuple[Any, ...], value: int
+) -> None:
+    """Its numbers are judged before anything is computed with them."""
+    manifest: Any = json.loads(space().text)
+    place = manifest
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    store(tmp_path, Namespace(manifest), [ChunkKey(bytes(36))])
+    ran = ask(capsys, prompt, tmp_path)
+    assert ran.code == 2
+    assert "not one of a vLLM engine" in ran.errors

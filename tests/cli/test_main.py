@@ -203,3 +203,38 @@ def test_the_command_is_installed_under_its_name() -> None:
     assert getattr(import_module(module), function) is main
     done = undercroft("--version")
     assert (done.returncode, done.stdout.split()[0]) == (0, "undercroft")
+
+
+def test_wrong_usage_is_json_with_json() -> None:
+    """As every other error; the usage is on standard error as ever."""
+    done = undercroft("ls", "--json", "--no-such-flag")
+    assert done.returncode == 2
+    assert "usage:" in done.stderr
+    assert json.loads(done.stdout) == {
+        "error": {"type": "ConfigError", "message": "unrecognized arguments: --no-such-flag"}
+    }
+
+
+def test_a_fault_of_our_own_is_json_with_json(
+    command: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program that reads it gets one value, whatever happens."""
+    command(raising(ZeroDivisionError("mean of nothing")))
+    assert main(["attempt", "--json"]) == OWN_FAULT
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "ZeroDivisionError"
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full", ">&-", ">&- 2>&-", "2>&-"])
+@pytest.mark.parametrize("more", ["", "--json"])
+def test_output_that_cannot_be_written_is_no_fault(redirection: str, more: str) -> None:
+    """A full disk is an error in one line; a closed stream was meant so."""
+    command = f'"$0" -m undercroft config --set host=1GiB {more} {redirection}'
+    done = subprocess.run(
+        ["/bin/sh", "-c", command, sys.executable],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (3 if "full" in redirection else 0)

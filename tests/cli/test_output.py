@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+import termios
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -71,6 +72,19 @@ def test_a_real_terminal_is_seen_as_one() -> None:
     assert "\x1b[32mx\x1b[0m" in seen
     assert "50%  2/4" in seen
     assert seen.endswith("\r\x1b[K")
+
+
+def test_progress_does_not_wrap_on_a_narrow_terminal() -> None:
+    """A line that wraps cannot be taken back; nothing is shown of what does not fit."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 20))
+    with open(theirs, "w", encoding="utf-8") as stream:  # noqa: PTH123 - a descriptor
+        output = output_for(argparse.Namespace(), stdout=stream, stderr=stream, environ={})
+        with output.progress("reading every chunk of the store", 4) as progress:
+            progress.step(1, note="\x1b[2Jseg-1\n")
+    lines = all_of(ours).replace("\x1b[K", "").split("\r")
+    assert max(map(len, lines)) == 19
+    assert "\x1b" not in "".join(lines)
 
 
 def test_progress_is_silent_into_a_file() -> None:

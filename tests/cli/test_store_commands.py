@@ -1,6 +1,7 @@
 """Each command about a store says what is there, as text and as JSON, and how it ended."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from tests.tiers.disk.stores import CAPACITY, OTHER, age, fill, held, look
 from tests.tiers.disk.support import NAMESPACE, content, disk, du, files, key, put
 from undercroft.keys import Namespace
 
+from .rig import environment
 from .store_rig import run
 
 DAY_S = 86400.0
@@ -336,3 +338,41 @@ def test_no_damage_stops_a_command(
         ran = run(capsys, command, *words.get(command, []), "--path", store, *extra)
         assert ran.code in (0, 1)
         assert ran.text
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+@pytest.mark.parametrize("command", ["ls", "verify", "gc"])
+def test_names_that_no_encoding_has_are_shown_as_escapes(
+    store: Path, encoding: str, command: str
+) -> None:
+    """Bytes that are no text, letters that the locale lacks: valid JSON, and readable lines."""
+    (store / "undercroft-v1" / os.fsdecode(b"na\xc3\xafve\xff")).write_bytes(b"x")
+    words = [sys.executable, "-m", "undercroft", command, "--path", str(store)]
+    for extra in ([], ["--json"]):
+        done = subprocess.run(
+            [*words, *extra],
+            env=environment(PYTHONIOENCODING=f"{encoding}:strict"),
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode in (0, 1), done.stderr
+        if extra:
+            assert json.loads(done.stdout)
+
+
+def test_a_pipe_in_a_files_place_does_not_hang_a_command(store: Path, capsys: Capsys) -> None:
+    """Nobody is at its other end."""
+    for path in [*files(store, "epoch"), *files(store, "manifest.json"), *files(store, ".index")]:
+        path.unlink()
+        os.mkfifo(path)
+    for command in ("ls", "verify", "gc"):
+        assert run(capsys, command, "--path", store).code in (0, 1)
+
+
+def test_a_manifest_too_deep_to_read_is_damaged(store: Path, capsys: Capsys) -> None:
+    """Not a fault of ours."""
+    for path in files(store, "manifest.json"):
+        path.write_text("[" * 100_000)
+    ran = run(capsys, "ls", "--path", store)
+    assert ran.code in (0, 1)
+    assert "the manifest is damaged" in ran.text

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.cli.rig import environment, undercroft, undercroft_json
+from undercroft.cli import top
 from undercroft.cli.exposition import Reading, parse
-from undercroft.cli.top import view_of
+from undercroft.cli.output import CommandFailed
+from undercroft.cli.top import fetch, view_of
 
 PAGE = (Path(__file__).parents[1] / "data" / "metrics" / "vllm_0_32.txt").read_text()
 PREFIX = "vllm:undercroft_"
@@ -230,3 +237,106 @@ def test_on_a_terminal_it_redraws_until_interrupted(serve: Callable[..., str]) -
     assert seen.startswith(b"\x1b[?1049h")
     assert b"disk" in seen
     assert b"\x1b[36m" in seen, "no colours"
+
+
+NO_NUMBERS = ("NaN", "+Inf", "-Inf", "1e999")
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+def test_what_is_no_number_is_left_out(serve: Callable[..., str], value: str) -> None:
+    """No fault, and JSON that others can read too."""
+    url = serve(re.sub(r" [-+0-9.e]+$", f" {value}", PAGE, flags=re.MULTILINE))
+    assert undercroft("top", "--once", "--interval", "0", "--url", url).returncode == 0
+    done = undercroft("top", "--json", "--interval", "0", "--url", url)
+    json.loads(done.stdout, parse_constant=pytest.fail)
+
+
+def test_names_from_the_server_cannot_move_the_cursor(serve: Callable[..., str]) -> None:
+    """Nor colour anything."""
+    url = serve(PAGE.replace('level="disk"', 'level="\x1b[31m\x1b[2Jdisk"'))
+    assert "\x1b" not in undercroft("top", "--once", "--interval", "0", "--url", url).stdout
+
+
+def test_a_page_that_ends_too_early_is_no_answer(raw_server: Callable[[bytes], str]) -> None:
+    """Half of the metrics would look like a cache that does nothing."""
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(PAGE.encode())}\r\n\r\n"
+    url = raw_server(head.encode() + PAGE.encode()[:-100])
+    done = undercroft("top", "--once", "--interval", "0", "--url", url)
+    assert done.returncode == 3
+    assert "100 bytes too early" in done.stderr
+
+
+def test_a_page_that_drips_is_not_waited_for(
+    raw_server: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deadline is for all of it."""
+    monkeypatch.setattr(top, "_DEADLINE_S", 0.3)
+    with pytest.raises(CommandFailed, match="did not come within"):
+        fetch(raw_server(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 1000, pause_s=0.02))
+
+
+@pytest.mark.parametrize(
+    "url", ["http://h:99999", "http://[::1", f"http://{'a' * 300}:1/", "ftp://x", "http://"]
+)
+def test_a_bad_address_is_no_fault(url: str) -> None:
+    """Wrong usage, or nobody there."""
+    done = undercroft("top", "--once", "--url", url)
+    assert done.returncode in (2, 3)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def raw_server() -> Iterator[Callable[..., str]]:
+    """Answers with these very bytes, one by one with pauses if told so, and hangs up."""
+    listeners: list[socket.socket] = []
+    threads: list[threading.Thread] = []
+
+    def serve_raw(answer: bytes, pause_s: float = 0.0) -> str:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+
+        def answer_all() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection, suppress(OSError):
+                        connection.recv(65536)
+                        if not pause_s:
+                            connection.sendall(answer)
+                            continue
+                        for byte in answer:
+                            connection.sendall(bytes([byte]))
+                            time.sleep(pause_s)
+
+        threads.append(threading.Thread(target=answer_all, daemon=True))
+        threads[-1].start()
+        return f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
+
+    yield serve_raw
+    for listener in listeners:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_dumb_terminal_gets_no_escapes(serve: Callable[..., str]) -> None:
+    """One screen below the other, without moving the cursor."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "undercroft", "top", "--interval", "0.1", "--url", serve(PAGE)],
+        env=environment(TERM="dumb"),
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+    ) as process:
+        os.close(theirs)
+        seen = b""
+        try:
+            while seen.count(b"rates") < 3:
+                seen += os.read(ours, 65536)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
+            os.close(ours)
+    assert b"\x1b" not in seen

@@ -42,6 +42,13 @@ def test_refused_with_what_is_accepted(written: object) -> None:
         parse_size(written, "host")
 
 
+@pytest.mark.parametrize("written", ["9000PiB", "9" * 5000, 1 << 63, 1e30])
+def test_more_than_any_machine_has(written: object) -> None:
+    """Refused at once: nothing later has to count so far."""
+    with pytest.raises(ConfigError, match=r"host is .{1,50} more than any machine has"):
+        parse_size(written, "host")
+
+
 @pytest.mark.parametrize("written", ["32G", "512m", "2 T"])
 def test_a_bare_letter_is_unclear(written: str) -> None:
     """G is neither GB nor GiB: both are offered."""

@@ -109,10 +109,10 @@ def _extra(written: str | None) -> Mapping[str, Any] | None:
     """`kv_connector_extra_config` out of what the user gave."""
     if written is None:
         return None
-    text = Path(written[1:]).read_text(encoding="utf-8") if written.startswith("@") else written
     try:
+        text = Path(written[1:]).read_text(encoding="utf-8") if written.startswith("@") else written
         found = json.loads(text)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ConfigError(f"--kv-transfer-config is not JSON: {exc}") from exc
     if not isinstance(found, dict):
         raise ConfigError(f"--kv-transfer-config is {text}, but must be an object")

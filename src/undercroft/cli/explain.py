@@ -140,7 +140,7 @@ def _numbers(text: str) -> list[int]:
         if isinstance(found, dict):
             found = found["prompt_token_ids"]
         return [int(number) for number in found]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"--tokens must be token ids, JSON or separated by spaces: {error}"
         ) from error
@@ -294,7 +294,7 @@ def _keys(asked: _Asked, namespace: StoredNamespace) -> Mapping[int, Sequence[Ch
 
 def _tokens_per_chunk(namespace: StoredNamespace, group_id: int) -> int:
     manifest = namespace.manifest or {}
-    group = next(g for g in manifest["groups"] if g["group_id"] == group_id)
+    group = next(g for g in manifest["groups"] if int(g["group_id"]) == group_id)
     return int(group["tokens_per_block"]) * int(manifest["cache"]["blocks_per_chunk"])
 
 

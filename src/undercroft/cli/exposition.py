@@ -5,6 +5,7 @@ Source: the text-based exposition format, version 0.0.4.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ def parse(text: str) -> Iterator[Sample]:
 class Reading:
     """The samples of one page whose names share a prefix, added up over engines.
 
+    Infinity and NaN are left out: they cannot be shown, added up, or written as JSON.
+
     Args:
         samples: As parsed.
         prefix: Left off the names.
@@ -68,7 +71,9 @@ class Reading:
         self._samples = [
             Sample(s.name.removeprefix(prefix), s.labels, s.value)
             for s in samples
-            if s.name.startswith(prefix) and not s.name.endswith("_created")
+            if s.name.startswith(prefix)
+            and not s.name.endswith("_created")
+            and math.isfinite(s.value)
         ]
 
     def find(

@@ -132,8 +132,12 @@ def asked_for(args: argparse.Namespace) -> Asked:
                 f"{_TRANSFER_FLAG} is given beside --host, --disk or --set, which write it; keep "
                 f"the one or the others"
             )
-        extra = dict(transfer.get("kv_connector_extra_config") or {})
-        return Asked(args.model, extra, tuple(rest), transfer)
+        extra = transfer.get("kv_connector_extra_config") or {}
+        if not isinstance(extra, dict):
+            raise ConfigError(
+                f"kv_connector_extra_config in {_TRANSFER_FLAG} is {extra!r}, but must be an object"
+            )
+        return Asked(args.model, dict(extra), tuple(rest), transfer)
     return Asked(args.model, {**extra, **given}, tuple(rest))
 
 
@@ -171,20 +175,32 @@ def _disk(value: str) -> dict[str, str]:
 
 def _take_transfer(rest: list[str]) -> dict[str, Any] | None:
     """Take `--kv-transfer-config` out of vLLM's options."""
-    for index, word in enumerate(rest):
-        flag, equals, value = word.replace("_", "-").partition("=")
+    found: list[str] = []
+    index = 0
+    while index < len(rest):
+        word = rest[index]
+        flag, equals, value = word.partition("=")
+        flag = flag.replace("_", "-")
+        if flag.startswith(f"{_TRANSFER_FLAG}."):
+            # vLLM would make a second one of these, and take only the last.
+            raise ConfigError(
+                f"{word} sets a part of {_TRANSFER_FLAG}, which is written as a whole: use --host, "
+                f"--disk and --set, or give all of it as JSON"
+            )
         if flag != _TRANSFER_FLAG:
+            index += 1
             continue
-        value = word.partition("=")[2] if equals else "".join(rest[index + 1 : index + 2])
+        found.append(value if equals else "".join(rest[index + 1 : index + 2]))
         del rest[index : index + (1 if equals else 2)]
-        return _decoded(value)
-    return None
+    if len(found) > 1:
+        raise ConfigError(f"{_TRANSFER_FLAG} is given {len(found)} times; keep one")
+    return _decoded(found[0]) if found else None
 
 
 def _decoded(value: str) -> dict[str, Any]:
     try:
         found = json.loads(value)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ConfigError(f"{_TRANSFER_FLAG} is not JSON: {exc}") from exc
     if not isinstance(found, dict):
         raise ConfigError(f"{_TRANSFER_FLAG} is {value}, but must be an object")

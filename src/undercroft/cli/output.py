@@ -7,6 +7,7 @@ standard output is exactly one JSON value, an error included.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
@@ -31,6 +32,7 @@ __all__ = [
     "Subparsers",
     "add_command",
     "output_for",
+    "printable",
 ]
 
 Subparsers = argparse._SubParsersAction  # noqa: SLF001 - argparse gives it no public name
@@ -44,10 +46,12 @@ _SGR: Mapping[Style, str] = {
     "yellow": "33",
     "cyan": "36",
 }
-_COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
+_PAINT = re.compile(rf"(\x1b\[(?:0|(?:{'|'.join(_SGR.values())})(?:;\d)*)m)")
 _PROGRESS_EVERY_S = 0.1
 _BAR_CELLS = 24
+_USUAL_COLUMNS = 80
 _MAX_HELP_COLUMNS = 100
+_MIN_HELP_COLUMNS = 11
 
 
 class Exit(IntEnum):
@@ -97,6 +101,7 @@ class Output:
         is_json: `--json`: one JSON value, and nothing else, on standard output.
         is_coloured: A person reads it on a terminal that shows colours.
         shows_progress: Standard error is a terminal.
+        can_redraw: Standard output is a terminal whose cursor can be moved.
         stdout: Results.
         stderr: Errors, progress.
         clock: Time, for progress.
@@ -105,6 +110,7 @@ class Output:
     is_json: bool
     is_coloured: bool
     shows_progress: bool
+    can_redraw: bool
     stdout: TextIO
     stderr: TextIO
     clock: Clock
@@ -112,7 +118,7 @@ class Output:
     def say(self, line: str = "") -> None:
         """A line of the result, for people; nothing with `--json`."""
         if not self.is_json:
-            self.stdout.write(f"{line}\n")
+            _write(self.stdout, f"{line}\n")
 
     def data(self, value: object) -> None:
         """The result as JSON, with `--json` only; call it once.
@@ -122,12 +128,14 @@ class Output:
         """
         if self.is_json:
             text = json.dumps(value, indent=2, ensure_ascii=False, default=_as_json)
+            if not _can_encode(self.stdout, text):
+                text = json.dumps(value, indent=2, default=_as_json)
             self.stdout.write(f"{text}\n")
 
     def error(self, line: str) -> None:
         """The last line of a command that could not do its work, on standard error."""
         self.stdout.flush()
-        self.stderr.write(f"{self.paint('error:', 'red')} {_clean(line)}\n")
+        _write(self.stderr, f"{self.paint('error:', 'red')} {printable(line)}\n")
 
     def paint(self, text: str, *styles: Style) -> str:
         """`text` in a style, or as it is where colours are off."""
@@ -138,12 +146,13 @@ class Output:
     def table(self, columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
         """Aligned rows under a heading, for people; nothing with `--json`.
 
-        Cells may be painted. Control characters in cells are shown as `?`, so that a name on
+        Cells may be painted. Other control characters in cells are shown as `?`, so that a name on
         disk cannot move the cursor.
         """
         if self.is_json:
             return
-        body = [[_clean(cell) for cell in row] for row in rows]
+        clean = _clean if self.is_coloured else printable
+        body = [[clean(cell) for cell in row] for row in rows]
         widths = [
             max(_width(c.title), *(_width(row[i]) for row in body), 0)
             for i, c in enumerate(columns)
@@ -207,8 +216,11 @@ class Progress:
             filled = int(share * _BAR_CELLS)
             bar = "#" * filled + "." * (_BAR_CELLS - filled)
             counted = f"[{bar}] {share:4.0%}  {self._done}/{self._total}"
-        line = f"{self._what}  {counted}  {note}".rstrip()
-        self._output.stderr.write(f"\r\x1b[K{line}")
+        # What wraps cannot be taken back.
+        line = printable(f"{self._what}  {counted}  {note}".rstrip())[
+            : _columns(self._output.stderr)
+        ]
+        _write(self._output.stderr, f"\r\x1b[K{line}")
         self._output.stderr.flush()
 
 
@@ -268,8 +280,9 @@ def output_for(
         stderr: Instead of the process's.
         environ: Instead of the process's environment: `NO_COLOR` and `TERM` are read.
     """
-    out = stdout or sys.stdout
-    err = stderr or sys.stderr
+    # Where the process was started with one of them closed, Python has None.
+    out = stdout or sys.stdout or io.StringIO()
+    err = stderr or sys.stderr or io.StringIO()
     environ = os.environ if environ is None else environ
     dumb = environ.get("TERM") == "dumb"
     is_json = bool(getattr(args, "json", False))
@@ -278,15 +291,43 @@ def output_for(
         is_json=is_json,
         is_coloured=not plain and out.isatty(),
         shows_progress=err.isatty() and not dumb,
+        can_redraw=out.isatty() and not dumb,
         stdout=out,
         stderr=err,
         clock=SystemClock(),
     )
 
 
+def _columns(stream: TextIO) -> int:
+    """How much of a line a terminal shows without wrapping."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        columns = 0
+    return (columns or _USUAL_COLUMNS) - 1
+
+
+def _can_encode(stream: TextIO, text: str) -> bool:
+    """Not where a locale lacks a letter, nor a name on disk that is no text at all."""
+    try:
+        text.encode(stream.encoding or "utf-8", stream.errors or "strict")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Write for people: what `stream` cannot encode as escapes."""
+    if not _can_encode(stream, text):
+        encoding = stream.encoding or "utf-8"
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
+    stream.write(text)
+
+
 def _filled(text: str) -> str:
     """The paragraphs of `text` as wide as the terminal, within reason."""
-    width = min(shutil.get_terminal_size().columns - 2, _MAX_HELP_COLUMNS)
+    width = shutil.get_terminal_size().columns - 2
+    width = max(_MIN_HELP_COLUMNS, min(width, _MAX_HELP_COLUMNS))
     return "\n\n".join(
         part if part.startswith(" ") else textwrap.fill(part, width, break_on_hyphens=False)
         for part in text.split("\n\n")
@@ -303,10 +344,15 @@ def _as_json(value: object) -> Any:  # noqa: ANN401 - what json.dumps takes
     return str(value)
 
 
-def _clean(cell: str) -> str:
-    """`cell` with `?` for control characters, of which escapes that only colour stay."""
-    parts = _COLOUR.split(cell)  # text and colours in turn
-    parts[::2] = ["".join(c if c.isprintable() else "?" for c in part) for part in parts[::2]]
+def printable(text: str) -> str:
+    """`text` with a `?` for every control character: nothing in it moves the cursor."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _clean(text: str) -> str:
+    """As `printable`, but with our own colours."""
+    parts = _PAINT.split(text)
+    parts[::2] = map(printable, parts[::2])
     return "".join(parts)
 
 

@@ -19,7 +19,9 @@ from undercroft.cli.output import (
     Subparsers,
     add_command,
     output_for,
+    printable,
 )
+from undercroft.clock import SystemClock
 from undercroft.errors import ConfigError
 from undercroft.settings import format_bytes
 
@@ -30,7 +32,7 @@ _DEFAULT_URL = "http://127.0.0.1:8000/metrics"
 _HOST = "host"
 _NO_LEVEL = "none"
 _DEADLINE_S = 5.0
-_MAX_PAGE_BYTES = 64 << 20
+_MAX_PAGE_BYTES = 16 << 20
 _BAR_CELLS = 20
 
 _DESCRIPTION = """\
@@ -182,7 +184,8 @@ def _read(url: str, output: Output) -> Reading:
             f"(`undercroft serve`)?",
             Exit.PROBLEM,
         )
-    return Reading(parse(text), _PREFIX, output.clock.now_s())
+    lines = "\n".join(line for line in text.splitlines() if line.startswith(_PREFIX))
+    return Reading(parse(lines), _PREFIX, output.clock.now_s())
 
 
 def fetch(url: str) -> str:
@@ -192,7 +195,11 @@ def fetch(url: str) -> str:
         ConfigError: Not an HTTP address.
         CommandFailed: No answer, or another one than 200.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as exc:
+        raise ConfigError(f"--url is {url!r}: {exc}; it must be like {_DEFAULT_URL}") from exc
     makers: dict[str, Callable[..., http.client.HTTPConnection]] = {
         "http": http.client.HTTPConnection,
         "https": http.client.HTTPSConnection,
@@ -200,12 +207,12 @@ def fetch(url: str) -> str:
     if parts.scheme not in makers or not parts.hostname:
         raise ConfigError(f"--url is {url!r}, but must be like {_DEFAULT_URL}")
     path = (parts.path or "/metrics") + (f"?{parts.query}" if parts.query else "")
-    connection = makers[parts.scheme](parts.hostname, parts.port, timeout=_DEADLINE_S)
+    connection = makers[parts.scheme](parts.hostname, port, timeout=_DEADLINE_S)
     try:
         connection.request("GET", path, headers={"Accept": "text/plain"})
         answer = connection.getresponse()
-        body = answer.read(_MAX_PAGE_BYTES)
-    except (OSError, http.client.HTTPException) as exc:
+        body = _body(answer)
+    except (OSError, http.client.HTTPException, UnicodeError) as exc:
         raise CommandFailed(
             f"no answer from {url}: {str(exc) or type(exc).__name__}; is vLLM running there? "
             f"(--url says where)",
@@ -216,6 +223,28 @@ def fetch(url: str) -> str:
     if answer.status != http.client.OK:
         raise CommandFailed(f"{url} answers {answer.status} {answer.reason}", Exit.UNREACHABLE)
     return body.decode("utf-8", errors="replace")
+
+
+def _body(answer: http.client.HTTPResponse) -> bytes:
+    """All of it, within the deadline.
+
+    Raises:
+        OSError: It came too slowly, or was too long, or the server went away in the midst of it.
+    """
+    clock = SystemClock()
+    ends_s = clock.now_s() + _DEADLINE_S
+    parts: list[bytes] = []
+    num_bytes = 0
+    while part := answer.read1(1 << 16):
+        parts.append(part)
+        num_bytes += len(part)
+        if num_bytes > _MAX_PAGE_BYTES:
+            raise OSError(f"the page has more than {_MAX_PAGE_BYTES >> 20} MiB")
+        if clock.now_s() > ends_s:
+            raise TimeoutError(f"the page did not come within {_DEADLINE_S:.0f} s")
+    if answer.length:
+        raise ConnectionError(f"the page ended {answer.length} bytes too early")
+    return b"".join(parts)
 
 
 def view_of(now: Reading, before: Reading | None) -> View:
@@ -364,18 +393,18 @@ def _count(value: float | None) -> str:
 def _misses_text(view: View) -> str:
     told = ((miss, "" if miss.level == _NO_LEVEL else f" ({miss.level})") for miss in view.misses)
     shown = ", ".join(f"{_count(miss.num_misses)} {miss.reason}{where}" for miss, where in told)
-    return f"; misses: {shown}" if shown else ""
+    return f"; misses: {printable(shown)}" if shown else ""
 
 
 def _clear(output: Output) -> None:
-    if output.stdout.isatty():
+    if output.can_redraw:
         output.stdout.write("\x1b[H\x1b[J")
 
 
 @contextmanager
 def _screen(output: Output) -> Iterator[None]:
     """A screen of its own on a terminal, given back at the end."""
-    if not output.stdout.isatty():
+    if not output.can_redraw:
         yield
         return
     output.stdout.write("\x1b[?1049h\x1b[?25l")

@@ -95,7 +95,7 @@ def from_json(text: str) -> EngineConfig:
     """
     try:
         document = json.loads(text)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ConfigError(f"the configuration is not JSON: {exc}") from exc
     whole = _fields(EngineConfig, document, "document")
     config = _fields(OffloadingConfig, whole["config"], "config")

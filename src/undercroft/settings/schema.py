@@ -168,7 +168,7 @@ def chosen(value: object, where: str) -> tuple[str, Mapping[str, Any]]:
 def _decoded(value: str, where: str) -> object:
     try:
         decoded: object = json.loads(value)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ConfigError(f"{where} is text but not JSON: {exc}") from exc
     return decoded
 

@@ -14,6 +14,8 @@ SIZE_FORMS = 'a number of bytes, or a size such as "512MiB", "10GB", "1.5TiB"'
 """What every message about a bad size says is accepted."""
 
 _LETTERS = "kmgtp"
+_MOST = (1 << 63) - 1
+"""What file systems and address spaces count up to."""
 _UNITS = (
     {"": 1, "b": 1}
     | {f"{letter}b": 1000 ** (n + 1) for n, letter in enumerate(_LETTERS)}
@@ -31,11 +33,14 @@ def parse_size(value: object, where: str) -> int:
         where: What the message calls the value.
 
     Raises:
-        ConfigError: Not a size, or below one byte; the message says what is accepted.
+        ConfigError: Not a size, below one byte, or more than any machine has; the message says
+            what is accepted.
     """
     size = _bytes_of(value, where)
     if size < 1:
         raise ConfigError(f"{where} is {value!r}, but must be at least one byte: {SIZE_FORMS}")
+    if size > _MOST:
+        raise ConfigError(f"{where} is {str(value)[:40]}, which is more than any machine has")
     return size
 
 

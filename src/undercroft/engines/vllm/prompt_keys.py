@@ -74,7 +74,13 @@ def keys_of(
         hashing = manifest["hash"]
         algorithm = str(hashing["algorithm"] or _DEFAULT_ALGORITHM)
         seed = str(hashing["seed"])
-    except (KeyError, TypeError, ValueError) as error:
+        steps = {
+            group_id: _hashes_per_chunk(num_tokens * blocks_per_chunk, tokens_per_hash)
+            for group_id, num_tokens in groups.items()
+        }
+        for group_id in groups:
+            make_offload_key(b"", group_id)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"its manifest is not one of a vLLM engine: {error!r}") from error
     _check_seed(seed, environ)
     try:
@@ -94,11 +100,16 @@ def keys_of(
         block_hasher=get_request_block_hasher(tokens_per_hash, hash_fn),
     )
     found: dict[int, list[ChunkKey]] = {}
-    for group_id, tokens_per_block in groups.items():
-        step = tokens_per_block * blocks_per_chunk // tokens_per_hash
+    for group_id, step in steps.items():
         hashes = request.block_hashes[step - 1 :: step]
         found[group_id] = [ChunkKey(make_offload_key(one, group_id)) for one in hashes]
     return found
+
+
+def _hashes_per_chunk(chunk_tokens: int, tokens_per_hash: int) -> int:
+    if tokens_per_hash < 1 or chunk_tokens < 1 or chunk_tokens % tokens_per_hash:
+        raise ValueError(f"chunks of {chunk_tokens} tokens, hashes of {tokens_per_hash}")
+    return chunk_tokens // tokens_per_hash
 
 
 def _check_seed(seed: str, environ: Mapping[str, str]) -> None:

@@ -333,7 +333,7 @@ class Catalog:
             return None, "the manifest is missing"
         except OSError as exc:
             return None, f"the manifest cannot be read: {exc.strerror}"
-        except ValueError:
+        except (ValueError, RecursionError):
             return None, "the manifest is damaged"
         return namespace, ""
 

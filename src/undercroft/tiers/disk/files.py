@@ -46,8 +46,11 @@ class Files:
     """
 
     def open(self, path: str, flags: int) -> int:
-        """A descriptor; never follows a symbolic link, never inherited, created 0600."""
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        """A descriptor; never follows a symbolic link, never inherited, created 0600.
+
+        Nor does it wait for the other end of a pipe that somebody has put there.
+        """
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
     def close(self, fd: int) -> None:
         """Give the descriptor back."""

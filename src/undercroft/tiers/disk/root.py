@@ -174,7 +174,7 @@ class Root:
         try:
             stored = json.loads(data)
             same_id = isinstance(stored, dict) and Namespace(stored).id == self._namespace.id
-        except ValueError:
+        except (ValueError, RecursionError):
             self._log.warning("%s is unreadable and is written anew", path)
             return False
         wanted = Namespace(json.loads(self._namespace.text))
