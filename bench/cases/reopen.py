@@ -24,7 +24,7 @@ from undercroft.tiers.disk.epoch import EpochFile
 from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.table import (
     IndexHeader,
-    _fold_rows,
+    fold_rows,
     index_bytes,
     pack_header,
 )
@@ -51,7 +51,7 @@ def build(path: Path, num_chunks: int) -> None:
         rows[:count, 10] = np.arange(start + 1, start + count + 1)
         rows[:count, 11] = 4096
         rows[:count, 12] = int.from_bytes(NAMESPACE.digest[:8], "little")
-        rows[:count, 15] = _fold_rows(rows[:count])
+        rows[:count, 15] = fold_rows(rows[:count])
         name = f"{number:016x}"
         head = pack_header(IndexHeader(name, NAMESPACE.digest, RECORD_BYTES, NUM_SLOTS))
         index = space / f"seg-{name}.index"

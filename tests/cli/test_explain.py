@@ -117,7 +117,7 @@ def test_each_loss_is_told_with_its_cause(tmp_path: Path, prompt: Path, capsys: 
         "declined at disk 60 s ago: the level failed",
         "dropped at disk 60 s ago: its checksum",
         "missed at disk 60 s ago: it did not come up in time",
-        "no trace: never stored here, or lost before 60 s ago",
+        "no trace: never stored here, or lost more than 60 s ago",
         "the first miss is chunk 2",
         "disk was left alone after failures (timeout)",
         "the cache was reset",

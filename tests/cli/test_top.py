@@ -160,6 +160,15 @@ def test_newer_metrics_are_used_where_they_are() -> None:
     assert view_of(reading(PAGE), None).saved_prefill_s is None
 
 
+def test_what_is_saved_is_not_told_before_it_is_known() -> None:
+    """After a restart hits wait for a price: no `0.0 s` beside hits, but a zero without any."""
+    saved = f'\n{PREFIX}saved_prefill_seconds_total{{level="host"}} 0\n'
+    without = "\n".join(line for line in PAGE.splitlines() if "hit_tokens" not in line)
+    hits = f'{PREFIX}hit_tokens_total{{level="host"}} 64\n'
+    assert view_of(reading(without + saved + hits), None).saved_prefill_s is None
+    assert view_of(reading(without + saved), None).saved_prefill_s == 0
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

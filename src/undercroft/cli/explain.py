@@ -391,7 +391,7 @@ def _text(fate: Fate, fates: Fates, namespace: StoredNamespace) -> str:
         return f"{fate.kind.value} at {where} {when_text(fate.incident.unix_s)}: {reason}{late}"
     if fate.kind is FateKind.NO_TRACE:
         since = fates.since_s(namespace)
-        known = f"lost before {when_text(since)}" if since else "lost, for there is no history"
+        known = f"lost more than {when_text(since)}" if since else "lost, for there is no history"
         return f"no trace: never stored here, or {known}, or removed while no engine ran{late}"
     return f"{fate.kind.value}{': ' if fate.detail else ''}{fate.detail}{late}"
 

@@ -22,6 +22,7 @@ __all__ = [
     "capacity_of",
     "catalog_of",
     "columns",
+    "counted",
     "find_chunks",
     "find_namespace",
     "has_prefix",
@@ -177,6 +178,11 @@ def size_text(num_bytes: int) -> str:
 def say(output: Output, text: str = "") -> None:
     """A line for people, in which a name on disk cannot move the cursor."""
     output.say("".join(c if c.isprintable() else "?" for c in text))
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 chunk`, `2 chunks`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def words(items: Sequence[object], nothing: str = "-") -> str:

@@ -95,7 +95,8 @@ class View:
         num_pinned: Chunks of host memory that may not be evicted now.
         num_waiting_restores: Requests that wait for chunks of a lower level.
         num_moving: Chunks on their way to or from a lower level.
-        saved_prefill_s: Estimated engine time saved since the start.
+        saved_prefill_s: Estimated engine time saved since the start; None while there were hits and
+            the engine has not yet seen how long it computes a token.
         saved_prefill_s_in_interval: The same, in the interval.
         is_on: False after a fault of our own.
     """
@@ -258,6 +259,7 @@ def view_of(now: Reading, before: Reading | None) -> View:
     names = now.values_of("capacity_bytes", "level") + now.values_of("level_usable", "level")
     names = sorted(dict.fromkeys(names), key=lambda name: name != _HOST)
     saved = "saved_prefill_seconds_total"
+    is_unpriced = now.find(saved) == 0 and bool(now.find("hit_tokens_total"))
     return View(
         interval_s=interval_s,
         levels=tuple(_level(name, now, before, interval_s) for name in names),
@@ -267,7 +269,7 @@ def view_of(now: Reading, before: Reading | None) -> View:
         num_pinned=now.find("pinned_chunks"),
         num_waiting_restores=now.find("waiting_restores"),
         num_moving=now.find("moving_chunks"),
-        saved_prefill_s=now.find(saved),
+        saved_prefill_s=None if is_unpriced else now.find(saved),
         saved_prefill_s_in_interval=None if before is None else now.grown(saved, before),
         is_on=now.find("is_on", combine=min) != 0,
     )

@@ -11,6 +11,7 @@ from undercroft.cli.store import (
     add_path,
     capacity_of,
     catalog_of,
+    counted,
     say,
     size_text,
 )
@@ -79,9 +80,10 @@ def run(args: argparse.Namespace) -> int:
         say(output, "another process holds the store's lock: debris and halves were not looked for")
     say(
         output,
-        f"{report.num_chunks} chunks ({size_text(report.num_bytes)}) in {report.num_segments} "
-        f"segments of {report.num_namespaces} namespaces read; {report.num_void} void; "
-        f"{report.num_faults} faults" + (f", {num_left} left" if args.repair else ""),
+        f"{counted(report.num_chunks, 'chunk')} ({size_text(report.num_bytes)}) in "
+        f"{counted(report.num_segments, 'segment')} of "
+        f"{counted(report.num_namespaces, 'namespace')} read; {report.num_void} void; "
+        f"{counted(report.num_faults, 'fault')}" + (f", {num_left} left" if args.repair else ""),
     )
     output.data(
         {

@@ -107,7 +107,7 @@ def test_entries_of_another_namespace_are_damaged() -> None:
 def test_the_fold_in_bulk_is_the_fold_by_one() -> None:
     """The vectorised and the scalar checksum must agree on any words."""
     rows = np.random.default_rng(3).integers(0, 1 << 63, (5000, 16), dtype=np.uint64)
-    bulk = table._fold_rows(rows).tolist()
+    bulk = table.fold_rows(rows).tolist()
     for row, value in zip(rows[::97].tolist(), bulk[::97], strict=True):
         assert table.fold(tuple(row[:15])) == value
 

@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from undercroft.engines.vllm.adapters import AdapterTag, untagged
-from undercroft.engines.vllm.manager import UndercroftManager, _safe
+from undercroft.engines.vllm.manager import UndercroftManager, safe
 from undercroft.engines.vllm.spec import UndercroftSpec
 from undercroft.hierarchy.region import Region
 from undercroft.hierarchy.request import Request
@@ -135,7 +135,7 @@ class ConnectedManager(UndercroftManager):
 
     # --- loads that failed --------------------------------------------------------------------
 
-    @_safe(lambda: None)
+    @safe(lambda: None)
     def fail_load(self, request_id: str, offsets: Collection[int]) -> None:
         """The chunks in the slots at `offsets` did not reach the engine's blocks."""
         self.hierarchy.loads.fail(request_id, offsets)

@@ -42,7 +42,7 @@ from undercroft.key_table import SHARD_SHIFT
 from undercroft.keys import ChunkKey
 from undercroft.log import SparingLog
 
-__all__ = ["GROUP_ID_BYTES", "UndercroftManager", "group_key"]
+__all__ = ["GROUP_ID_BYTES", "UndercroftManager", "group_key", "safe"]
 
 _LOG = logging.getLogger(__name__)
 GROUP_ID_BYTES = 4
@@ -56,7 +56,7 @@ _ALL_TIERS = TierFilter.ALL
 _T = TypeVar("_T")
 
 
-def _safe(default: Callable[[], Any]) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
+def safe(default: Callable[[], Any]) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
     """Turn any fault in a call from the engine into `default()`, and switch the cache off."""
 
     def wrap(method: Callable[..., _T]) -> Callable[..., _T]:
@@ -163,7 +163,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     # --- requests -----------------------------------------------------------------------------
 
     @override
-    @_safe(RequestOffloadingContext)
+    @safe(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         request = self._request(req_context)
         # Most are looked up in the step in which they come.
@@ -172,7 +172,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         return RequestOffloadingContext()
 
     @override
-    @_safe(lambda: None)
+    @safe(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self._requests.pop(req_context.req_id, None)
         self._asking.pop(req_context.req_id, None)
@@ -214,7 +214,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
             return _MISS
         return _result(found)
 
-    @_safe(lambda: LookupResult.MISS)
+    @safe(lambda: LookupResult.MISS)
     def _look_first(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return self._look_up(key, req_context)
 
@@ -250,7 +250,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
 
     @override
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        # Asked per key of a load, so without `_safe`, which costs twice as much.
+        # Asked per key of a load, so without `safe`, which costs twice as much.
         if self.is_off:
             return CacheHitSource.EXTERNAL_UNSPECIFIED
         try:
@@ -275,18 +275,18 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         self._note_load(request, chunk_keys, spec, has_waited)
         return spec
 
-    @_safe(lambda: None)
+    @safe(lambda: None)
     def _note_load(
         self,
         request: Request,
         keys: list[ChunkKey],
         spec: SlotSpec,
-        has_waited: bool,  # noqa: FBT001 - by position, as `_safe` passes it on
+        has_waited: bool,  # noqa: FBT001 - by position, as `safe` passes it on
     ) -> None:
         self._tally.load_began(request, keys, spec.group_chunks, has_waited=has_waited)
 
     @override
-    @_safe(lambda: None)
+    @safe(lambda: None)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         if self._knows_adapters:
             keys = self._named(keys, req_context)
@@ -303,7 +303,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     # --- stores -------------------------------------------------------------------------------
 
     @override
-    @_safe(_nothing_stored)
+    @safe(_nothing_stored)
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
@@ -323,7 +323,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         return PrepareStoreOutput(list(plan.keys), spec, [])
 
     @override
-    @_safe(lambda: None)
+    @safe(lambda: None)
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
@@ -335,7 +335,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
     # --- steps --------------------------------------------------------------------------------
 
     @override
-    @_safe(lambda: None)
+    @safe(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._asking.clear()
         self._refresh()
@@ -346,7 +346,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
             self._trust_again(context)
 
     @override
-    @_safe(lambda: False)
+    @safe(lambda: False)
     def has_pending_work(self) -> bool:
         return self.hierarchy.has_pending_work()
 
@@ -356,7 +356,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         self._step_ended()
         return self._take_stats()
 
-    @_safe(lambda: None)
+    @safe(lambda: None)
     def _step_ended(self) -> None:
         self._tally.pace.step_ended()
         self.hierarchy.step_ended()
@@ -372,7 +372,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
             return None
 
     @override
-    @_safe(list)
+    @safe(list)
     def take_events(self) -> Iterable[OffloadingEvent]:
         return [
             OffloadingEvent(

@@ -37,6 +37,7 @@ __all__ = [
     "IndexHeader",
     "changed_slots",
     "fold",
+    "fold_rows",
     "index_bytes",
     "next_change",
     "pack_entry",
@@ -208,7 +209,8 @@ def pack_entry(
     return body + _CHECK.pack(fold(_BODY.unpack(body)))
 
 
-def _fold_rows(rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def fold_rows(rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """`fold` of the first fifteen words of every row of sixteen."""
     out = np.empty(len(rows), np.uint64)
     prime, shift = np.uint64(_PRIME), np.uint64(_SHIFT)
     for start in range(0, len(rows), _ROWS_AT_ONCE):
@@ -242,7 +244,7 @@ def parse_entries(table: bytes, namespace: bytes, first_slot: int = 0) -> Entrie
     slots = used + first_slot
     lengths = rows[:, 0] & np.uint64(0xFF)
     (space,) = struct.unpack("<Q", namespace[:8])
-    whole = _fold_rows(rows) == rows[:, _WORDS - 1]
+    whole = fold_rows(rows) == rows[:, _WORDS - 1]
     whole &= (rows[:, 0] >> np.uint64(32)) == slots.astype(np.uint64)
     whole &= (lengths >= 1) & (lengths <= MAX_KEY_BYTES) & (rows[:, 12] == np.uint64(space))
     rows, lengths = rows[whole], lengths[whole]
