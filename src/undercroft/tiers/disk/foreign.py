@@ -71,11 +71,20 @@ class ForeignSegment(OpenSegment):
         page = files.pread(self.index_fd, PAGE_BYTES, 0)
         if page == self._page and not self.stale:
             return None
+        # Taken back before anything is read: what is made void meanwhile sets it again.
+        is_stale, self.stale = self.stale, False
+        try:
+            return self._disk_changes(files, page, now_s, is_stale=is_stale)
+        except BaseException:
+            self.stale = True
+            raise
+
+    def _disk_changes(self, files: Files, page: bytes, now_s: float, *, is_stale: bool) -> Sighting:
         header = parse_header_of(
             page.ljust(PAGE_BYTES, b"\0"), self.header.segment_id, self.header.namespace
         )
         # A change without the item that should come next: items were lost, or the owner is new.
-        slots = None if self.stale else (changed_slots(page, self._next) or None)
+        slots = None if is_stale else (changed_slots(page, self._next) or None)
         if slots is None:
             sighting = Sighting(None, [self._disk_entries(files, 0, header.num_slots)])
             self._next = next_change(page)
@@ -84,7 +93,7 @@ class ForeignSegment(OpenSegment):
             self._next += len(slots)
             slots = sorted(set(slots))
             sighting = Sighting(slots, [self._disk_entries(files, slot, 1) for slot in slots])
-        self.header, self._page, self.stale = header, page, False
+        self.header, self._page = header, page
         self.settled_s = now_s
         return sighting
 

@@ -47,9 +47,9 @@ class Ground:
 
     def look(self) -> None:
         """Look at the disk anew."""
-        self.num_looks += 1
         self.usage = self.root.usage()
         self.free_bytes = self.files.free_bytes(self.root.path)
+        self.num_looks += 1  # last: who remembers something by this number has used what was seen
 
     @property
     def namespace_name(self) -> str:

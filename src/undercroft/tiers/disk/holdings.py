@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -192,12 +192,19 @@ class Holdings:
                 foreign.stale = True
                 foreign.bad.clear()
 
-    def clear_keys(self) -> None:
-        """Forget every key."""
+    def drop_all(self) -> list[OpenSegment]:
+        """Let every segment go, and every key; those whose files may be closed at once.
+
+        In one piece: a chunk stored in between would be left without its segment.
+        """
         with self.lock:
-            self._own_keys, self._foreign_keys = KeyTable(), KeyTable()
+            dropped: list[OpenSegment] = [*self.own.values(), *self.foreign.values()]
             for own in self.own.values():
                 own.void()
+            self._own_keys, self._foreign_keys = KeyTable(), KeyTable()
+            self._roomy.clear()
+            self.own, self.foreign = {}, {}
+            return [segment for segment in dropped if segment.doom()]
 
     def add_own(self, segment: OwnSegment, entries: Entries | None) -> None:
         """Take `segment` in with what its index holds. Where a key is twice, the later wins."""
@@ -269,28 +276,30 @@ class Holdings:
                 other.kill(at)
                 put(key, place)
 
-    def drop_own(
-        self, segment: OwnSegment, keys: Sequence[bytes] | None = None, why: str = ""
-    ) -> bool:
+    def drop_own(self, segment: OwnSegment, keys: Iterable[bytes], why: str) -> bool:
         """Let `segment` go with all it holds; True if its files may be closed at once.
 
         Args:
             segment: Which.
-            keys: What its index holds; asked of the table if left out.
-            why: For `take_lost`; empty: nobody has to be told.
+            keys: What its index was seen to hold; spares a look through all keys.
+            why: For `take_lost`.
         """
         with self.lock:
-            if segment.live:
-                held = keys if keys is not None else [k for k, _ in self._own_keys.items()]
-                for key in held:
-                    if self._own_keys.get(key) >> 32 == segment.number:
-                        self._own_keys.pop(key)
-                        if why:
-                            self._lost.append((key, self.epoch, why))
+            if self._pop_of(segment, keys, why) < segment.live:  # stored since it was looked at
+                self._pop_of(segment, [key for key, _ in self._own_keys.items()], why)
             segment.void()
             self._roomy.clear()
             self.own = {n: s for n, s in self.own.items() if s is not segment}
             return segment.doom()
+
+    def _pop_of(self, segment: OwnSegment, keys: Iterable[bytes], why: str) -> int:
+        """Forget those of `keys` that are in `segment`; how many those were."""
+        get, number = self._own_keys.get, segment.number
+        gone = [key for key in dict.fromkeys(keys) if get(key) >> 32 == number]
+        for key in gone:
+            self._own_keys.pop(key)
+        self._lost.extend((key, self.epoch, why) for key in gone)
+        return len(gone)
 
     def add_foreign(self, segment: ForeignSegment) -> None:
         """Take in a segment to follow; it shows nothing until it was looked at."""

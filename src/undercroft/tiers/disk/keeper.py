@@ -7,6 +7,7 @@ Everything here does I/O and runs on mover threads under one lock, `shape`; what
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 
 from undercroft.errors import ConfigError, TierFull
 from undercroft.tiers.disk.epoch import EpochFile
@@ -62,15 +63,12 @@ class Keeper:
     def detach(self) -> None:
         """Let everything go."""
         self.attached = False
-        files, holdings = self.ground.files, self.ground.holdings
-        holdings.clear_keys()
-        for own in holdings.own.values():
-            if holdings.drop_own(own, ()):
-                own.disk_close(files)
-        for foreign in holdings.foreign.values():
-            self.follower.drop(foreign)
-        self.epoch_file.close()
-        self.ground.root.close()
+        ground = self.ground
+        with ExitStack() as rest:  # what cannot be closed well keeps nothing else open
+            rest.callback(ground.root.close)
+            rest.callback(self.epoch_file.close)
+            for segment in ground.holdings.drop_all():
+                rest.callback(segment.disk_close, ground.files)
 
     def _enter(self) -> list[tuple[OwnSegment, int]]:
         """Tidy up, then lock this replica's part of the segments that nobody owns."""

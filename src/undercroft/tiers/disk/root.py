@@ -8,7 +8,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from undercroft.clock import Clock
 from undercroft.errors import ConfigError, TierUnavailable
@@ -118,10 +118,11 @@ class Root:
 
     def close(self) -> None:
         """Give the descriptors back; twice is fine."""
-        for fd in (self._lock_fd, self._manifest_fd):
-            if fd >= 0:
-                self._files.close(fd)
-        self._lock_fd = self._manifest_fd = -1
+        fds, self._lock_fd, self._manifest_fd = (self._lock_fd, self._manifest_fd), -1, -1
+        with ExitStack() as rest:
+            for fd in fds:
+                if fd >= 0:
+                    rest.callback(self._files.close, fd)
 
     def _make(self) -> None:
         self._files.make_directories(self._above)

@@ -10,6 +10,7 @@ import os
 import stat
 import threading
 from array import array
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -100,10 +101,11 @@ class OpenSegment:
 
     def disk_close(self, files: Files) -> None:
         """Close both files, and with the index give up the lock."""
-        fds, self.slab_fd, self.index_fd = (self.slab_fd, self.index_fd), -1, -1
-        for fd in fds:
-            if fd >= 0:
-                files.close(fd)
+        fds, self.slab_fd, self.index_fd = (self.index_fd, self.slab_fd), -1, -1
+        with ExitStack() as rest:
+            for fd in fds:
+                if fd >= 0:
+                    rest.callback(files.close, fd)
 
 
 @dataclass(slots=True, eq=False)

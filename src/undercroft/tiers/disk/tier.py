@@ -190,7 +190,13 @@ class DiskTier:
             except OSError as exc:
                 _LOG.warning("disk tier %r closed unflushed: %s", self.name, exc)
             finally:
-                self._keeper.detach()
+                self._detach()
+
+    def _detach(self) -> None:
+        try:
+            self._keeper.detach()
+        except OSError as exc:
+            _LOG.warning("disk tier %r: a file could not be closed: %s", self.name, exc)
 
     # Described, Indexed, Bounded, Epochal, Following
 

@@ -144,7 +144,11 @@ class Upkeep:
             raise self._unavailable(f"read-only: {self.keeper.ground.root.read_only}")
 
     def ensure_attached(self) -> None:
-        """Attach unless attached; the last failure stands for one interval. Holds `shape`."""
+        """Attach unless attached; the last failure stands for one interval. Holds `shape`.
+
+        Asks anew whether the tier is open: it may have been closed while the lock was awaited.
+        """
+        self.check_open()
         if self.keeper.attached:
             return
         if self._attach_failed:

@@ -30,13 +30,14 @@ class Watch:
         self._answer: int | None = None
 
     def read(self, timeout_s: float) -> int | None:
-        """The function's answer; None if it has none, or none in time, or the watch is closed."""
+        """The function's answer; None if it has none, or none in time, or there is no thread."""
         with self._changed:
             if self._is_closed or self._is_late:
                 return None
             if not self._is_reading:
+                if not self._has_thread():
+                    return None
                 self._is_reading, self._answer = True, None
-                self._start()
                 self._changed.notify_all()
             self._changed.wait_for(lambda: not self._is_reading, timeout_s)
             self._is_late = self._is_reading
@@ -50,10 +51,15 @@ class Watch:
         if self._thread is not None:
             self._thread.join(timeout=0.1)
 
-    def _start(self) -> None:
+    def _has_thread(self) -> bool:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads; the next call tries again
+                return False
+            self._thread = thread
+        return True
 
     def _main(self) -> None:
         while True:
