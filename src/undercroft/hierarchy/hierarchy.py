@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from undercroft.clock import Clock
@@ -461,18 +462,22 @@ class Hierarchy:
     def close(self) -> None:
         """Stop movers and close tiers; blocks at most the shutdown deadline. Twice is fine."""
         deadline_s = self._clock.now_s() + self._limits.shutdown_deadline_s
-        self._flush(deadline_s - self._limits.shutdown_deadline_s / 4)
-        for level in self.levels:
-            level.close(deadline_s)
-        self.poll()
-        while self.on_close:
-            self.on_close.pop()()
+        with ExitStack() as rest:  # from the last to the first, whichever of them fails
+            for call in self.on_close:
+                rest.callback(call)
+            self.on_close.clear()
+            rest.callback(self.cascade.clear_waiting)
+            rest.callback(self.poll)
+            for level in reversed(self.levels):
+                rest.callback(level.close, deadline_s)
+            self._flush(deadline_s - self._limits.shutdown_deadline_s / 4)
 
     def _flush(self, deadline_s: float) -> None:
         """Give chunks that are not yet copied down a last chance."""
-        while len(self.cascade) and self._clock.now_s() < deadline_s:
+        hopeful = list(self.levels)
+        has_more = len(self.cascade) > 0
+        while has_more and self._clock.now_s() < deadline_s:
             self.cascade.submit()
-            for level in self.levels:
-                if not level.usable or not level.transfers.drain(deadline_s):
-                    return
+            hopeful = [each for each in hopeful if each.usable and each.transfers.drain(deadline_s)]
             self.poll()
+            has_more = any(self.cascade.num_waiting(level.name) for level in hopeful)

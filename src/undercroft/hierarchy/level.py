@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import islice
 
 from undercroft.admission.always import Always
@@ -36,6 +37,14 @@ def drop_reason(error: KvError) -> str:
     if isinstance(error, CorruptChunk):
         return "corrupt"
     return type(error).__name__.removeprefix("Tier").lower()
+
+
+def _has_begun(thread: threading.Thread) -> bool:
+    """Whether `thread` was started: now, if it was not. False: there are no more threads."""
+    if thread.ident is None:
+        with suppress(RuntimeError):
+            thread.start()
+    return thread.ident is not None
 
 
 class _ClosedIndex:
@@ -120,7 +129,7 @@ class Level:
         self._raiser: threading.Thread | None = None
         self._stop = threading.Event()
         self._adopt(tier.evictable())
-        self._following = tier if isinstance(tier, Following) else None
+        self._following: Following | None = tier if isinstance(tier, Following) else None
         self._follower = Follower(self._following, self.name, clock) if self._following else None
 
     def _capacity_chunks(self, num_bytes: int) -> int:
@@ -139,7 +148,7 @@ class Level:
         """Whether the level is asked at all: not void, and its breaker lets calls through."""
         raiser = self._raiser
         if raiser is not None:
-            if raiser.is_alive():
+            if not _has_begun(raiser) or raiser.is_alive():
                 return False
             self._raiser = None
         return self.transfers.available
@@ -320,7 +329,7 @@ class Level:
 
     def epoch_moved(self) -> bool:
         """Whether another process raised the epoch since this level was last made void."""
-        if self._epochal is None or self._raiser is not None:
+        if self._epochal is None or self._raiser is not None or self._stop.is_set():
             return False
         return self._epochal.epoch() != self._epoch_seen
 
@@ -333,7 +342,7 @@ class Level:
         self._generation += 1
         self._counters.note(self.name, "reset", "other")
         before = self._epoch_seen
-        if self._epochal is not None:
+        if self._epochal is not None and not self._stop.is_set():
             self._epoch_seen = self._epochal.epoch()
         self.transfers.cancel_queued()
         for policy in self._policies:
@@ -349,14 +358,16 @@ class Level:
             name=f"undercroft-{self.name}-epoch",
         )
         self._raiser.daemon = True
-        self._raiser.start()
+        _has_begun(self._raiser)
 
     def wait_void(self, timeout_s: float) -> bool:
-        """Wait until the epoch is raised; False if it is still under way after `timeout_s`."""
+        """Wait until the epoch is raised; False if it is not by then, or the level is closed."""
         if self._raiser is None:
             return True
+        if not _has_begun(self._raiser):
+            return False
         self._raiser.join(timeout_s)
-        return not self._raiser.is_alive()
+        return not (self._raiser.is_alive() or self._stop.is_set())
 
     def _run_raiser(self, generation: int) -> None:
         # A write that is under way is refused if it comes into a new epoch. Without one it has to
@@ -393,5 +404,7 @@ class Level:
         self._stop.set()
         if self._follower is not None:
             self._follower.close(max(0.0, deadline_s - self._clock.now_s()) / 4)
-        self.transfers.close(deadline_s)
-        self._indexed = _ClosedIndex()
+        try:
+            self.transfers.close(deadline_s)
+        finally:
+            self._indexed, self._following = _ClosedIndex(), None

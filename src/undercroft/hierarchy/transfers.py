@@ -378,11 +378,16 @@ class Transfers:
             crew.wait(lambda: not crew.num_threads, now_s + (deadline_s - now_s) / 2, clock)
         if self._closer is None:
             name = f"undercroft-{self._tier.name}-close"
-            self._closer = threading.Thread(target=self._close_tier, name=name, daemon=True)
-            self._closer.start()
+            closer = threading.Thread(target=self._close_tier, name=name, daemon=True)
+            try:
+                closer.start()
+            except RuntimeError as exc:  # no more threads, and here it might never end
+                _LOG.warning("tier %r failed to close: %r", self._tier.name, exc)
+                return False
+            self._closer = closer
         with self._lock:
             ended = crew.wait(lambda: self._tier_closed and not crew.num_threads, deadline_s, clock)
-            gone = [thread for thread in threads if thread not in crew.threads]
+            gone = [each for each in threads if each.ident and each not in crew.threads]
         if self._tier_closed:
             gone.append(self._closer)
         for thread in gone:
