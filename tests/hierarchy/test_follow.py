@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from tests.hierarchy.invariants import check_no_orphans
 from tests.hierarchy.worlds import CHUNK_BYTES, World, keys_of, make_world
 
 from undercroft.clock import SystemClock
+from undercroft.hierarchy.follow import Follower
 from undercroft.keys import ChunkKey, Namespace
 from undercroft.tiers.disk import DiskTier
 
@@ -118,3 +120,23 @@ def test_chunks_that_go_with_a_segment_are_told_of(tmp_path: Path) -> None:
         if other is not None:
             other.close()
         world.close()
+
+
+def test_a_strangers_error_does_not_end_the_following() -> None:
+    """A tier that is not ours may raise anything; it is asked again all the same."""
+
+    class Stranger:
+        def __init__(self) -> None:
+            self.num_refreshes = 0
+            self.asked_again = threading.Event()
+
+        def refresh(self) -> None:
+            self.num_refreshes += 1
+            if self.num_refreshes > 1:
+                self.asked_again.set()
+            raise OSError(5, "injected")
+
+    tier = Stranger()
+    follower = Follower(tier, "stranger", SystemClock())  # type: ignore[arg-type] # as far as asked
+    assert tier.asked_again.wait(30.0)
+    follower.close(30.0)

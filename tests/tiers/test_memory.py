@@ -99,3 +99,23 @@ def test_two_writers_of_one_key_charge_it_once() -> None:
     tier.write_from(key, Data())  # type: ignore[arg-type]
     assert tier.used_bytes() == 64
     assert tier._chunks[key] == chunk_of(key, 64)
+
+
+def test_a_chunk_that_is_being_read_is_there_all_the_while() -> None:
+    """`has` takes no lock: a reader must not take the chunk out to make it the hottest."""
+    tier = MemoryTier(8192)
+    key = key_of("read")
+    tier.write_from(key, chunk_of(key, 64))
+    seen: list[bool] = []
+
+    class Out:
+        @property
+        def nbytes(self) -> int:
+            seen.append(tier.has(key))
+            return 64
+
+        def __setitem__(self, _where: slice, _chunk: bytes) -> None:
+            seen.append(tier.has(key))
+
+    assert tier.read_into(key, Out())  # type: ignore[arg-type]
+    assert seen == [True, True]

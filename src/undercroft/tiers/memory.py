@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from undercroft.errors import ConfigError, CorruptChunk, TierClosed, TierFull
@@ -32,7 +33,7 @@ class MemoryTier:
         self.name = name
         self.capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
-        self._chunks: dict[ChunkKey, bytes] = {}  # coldest first
+        self._chunks: OrderedDict[ChunkKey, bytes] = OrderedDict()  # coldest first
         self._used_bytes = 0
         self._epoch = 0
         self._closed = False
@@ -46,10 +47,11 @@ class MemoryTier:
         """See `Tier.read_into`."""
         with self._lock:
             self._check_open()
-            chunk = self._chunks.pop(key, None)
+            chunk = self._chunks.get(key)
             if chunk is None:
                 return False
             if len(chunk) != out.nbytes:
+                del self._chunks[key]
                 self._used_bytes -= len(chunk)
                 raise CorruptChunk(
                     f"tier {self.name!r} holds {len(chunk)} bytes where {out.nbytes} were asked "
@@ -57,7 +59,7 @@ class MemoryTier:
                     tier=self.name,
                     key=key,
                 )
-            self._chunks[key] = chunk
+            self._chunks.move_to_end(key)  # never out of it: `has` takes no lock
         out[:] = chunk
         return True
 
