@@ -70,7 +70,7 @@ def test_importing_the_adapter_says_so(hidden, words):
         [sys.executable, "-c", HIDING, hidden],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 1
