@@ -67,9 +67,9 @@ def plain(nursery: Nursery) -> Plain:
 
 
 def offload(disk: Path | None = None, *, host: str = "32MiB", **more: Any) -> dict[str, Any]:
-    """The connector's extra config as a user writes it."""
+    """The connector's extra config as a user writes it; a busy machine must not make reads late."""
     tiers = [{"type": "disk", "path": str(disk), "capacity": "64MiB"}] if disk else []
-    return {**OFFLOADER, "host": host, "tiers": tiers, **more}
+    return {**OFFLOADER, "host": host, "tiers": tiers, "promote_deadline_s": 30, **more}
 
 
 def one_by_one(engine: Engine, prompts: list[list[int]], max_tokens: int = 8) -> list[Output]:

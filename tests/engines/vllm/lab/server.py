@@ -156,7 +156,7 @@ class Server:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             try:
-                self._process.wait(timeout=30)
+                self._process.wait(timeout=100)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
