@@ -2,6 +2,7 @@
 
 - Connections that leave the machine fail, in this process (`LeftTheMachine`) and, by environment,
   in the engines that tests start (no telemetry, no model hub).
+- SIGINT ends what tests start, also where a shell began this run in the background.
 - After the last test, no shared-memory file and no thread of ours is left; what is, is an error.
 - A scheduler's question to a disk waits for the thread that reads the epoch for as long as a busy
   machine needs to switch to it (`patient`).
@@ -19,6 +20,7 @@ import logging
 import os
 import random
 import re
+import signal
 import socket
 import sys
 import threading
@@ -262,6 +264,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     guard_sockets()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # children would inherit that
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     in_ci = bool(os.environ.get("CI"))
     hypothesis.settings.load_profile("ci" if in_ci else "local")
     given = os.environ.get(SEED_VARIABLE)

@@ -219,15 +219,12 @@ def test_a_cache_that_is_off_is_a_problem(serve: Callable[..., str]) -> None:
 def test_on_a_terminal_it_redraws_until_interrupted(serve: Callable[..., str]) -> None:
     """Screen after screen on a screen of its own, which Ctrl-C gives back; exit code 0."""
     ours, theirs = pty.openpty()
-    # Where a shell began this run in the background, SIGINT is ignored, and children inherit that.
-    inherited = signal.signal(signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(
         [sys.executable, "-m", "undercroft", "top", "--interval", "0.2", "--url", serve(PAGE)],
         env=environment(TERM="xterm"),
         stdout=theirs,
         stderr=subprocess.PIPE,
     )
-    signal.signal(signal.SIGINT, inherited)
     with process:
         os.close(theirs)
         seen = b""

@@ -101,7 +101,7 @@ class World:
     def wait_for_tiers(self) -> None:
         """Until the movers have nothing left to do."""
         for level in self.hierarchy.levels:
-            level.transfers.drain(level.transfers._clock.now_s() + 10.0)
+            level.transfers.drain(level.transfers._clock.now_s() + 60.0)
 
     def close(self) -> None:
         """Hung calls are let go, and a manual clock runs on."""
@@ -137,8 +137,9 @@ def make_world(
     ready_bytes: int | None = None,
     take_failed_stores: Callable[[], frozenset[int] | None] = frozenset,
 ) -> World:
-    # By the system's clock a busy machine must not make a read late; tests of that move the time.
-    limits = limits or Limits(promote_deadline_s=2.0 if clock else 60.0)
+    # By the system's clock a busy machine must make nothing late; tests of that move the time.
+    patient = Limits(promote_deadline_s=60.0, drain_deadline_s=20.0, shutdown_deadline_s=20.0)
+    limits = limits or (Limits() if clock else patient)
     clock = clock or SystemClock()
     counters = Counters()
     log = LevelEvents(enabled=events)
