@@ -136,7 +136,7 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     def let_movers_run(self) -> None:
         """Until every mover is idle, hung, or waits for the clock; so that runs repeat."""
-        for _ in range(3000):
+        for _ in range(1000):
             if all(self._at_rest(level) for level in self.hierarchy.levels):
                 return
             time.sleep(0.001)

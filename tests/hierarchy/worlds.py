@@ -31,8 +31,18 @@ from undercroft.tiers.wrapping import WrappingTier
 CHUNK_BYTES = 4096
 
 
+def num_held_up(level: Level) -> int:
+    """Calls that hang in the level's tier until a test lets them go."""
+    tier, num_hung = level.tier, 0
+    while isinstance(tier, WrappingTier):
+        num_hung += tier.num_hung if isinstance(tier, FaultyTier) else 0
+        tier = tier.inner
+    return num_hung
+
+
 class Pause:
-    """Between the steps of an engine: a moment, and a longer one when nothing moves for many steps.
+    """Between the steps of an engine: a moment, and a longer one when for many steps movers that
+    have something to do have not got on.
 
     So a bound on steps is none on the time that a busy machine takes to run the movers.
     """
@@ -46,7 +56,11 @@ class Pause:
 
     def __call__(self, levels: Sequence[Level]) -> None:
         seen = [(len(level.transfers._moves), level.transfers.num_running) for level in levels]
-        self._num_same = self._num_same + 1 if seen == self._seen else 0
+        could_go_on = any(
+            num_moves and (num_running > num_held_up(level) or not num_running)
+            for level, (num_moves, num_running) in zip(levels, seen, strict=True)
+        )
+        self._num_same = self._num_same + 1 if could_go_on and seen == self._seen else 0
         self._seen = seen
         time.sleep(self._moment_s if self._num_same < self.NUM_SHORT else 0.05)
 

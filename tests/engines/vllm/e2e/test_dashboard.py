@@ -95,6 +95,7 @@ def work(server: Server) -> None:
         server.reset()
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(prometheus_path() is None, reason=NO_PROMETHEUS)
 def test_every_query_gives_data(tmp_path: Path, served: Server) -> None:
     """Each one parses, finds series with the labels that its legend names, and numbers in them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.cli.rig import undercroft_json
 from tests.engines.vllm.e2e.conftest import total
 from tests.engines.vllm.lab.engine import BLOCK_TOKENS, prompt
@@ -18,6 +20,7 @@ def counted(server: Server) -> tuple[float, float]:
     return total(metrics, "lookups", "hit"), loaded
 
 
+@pytest.mark.timeout(400)
 def test_serve_starts_vllm_which_stores_and_loads(served: Server) -> None:
     """Cold, own cache, loaded, reset: the same text each time; counters and `top` say it all."""
     assert "undercroft: nothing is in the way, starting vLLM" in served.log_text()
