@@ -54,7 +54,7 @@ SIZES = (2 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 ODD_SIZES = (8, 520, 1000, 4104)
 GOALS = {2 << 10: 0.60, 16 << 10: 0.85, 64 << 10: 0.85, 256 << 10: 0.85, 1 << 20: 0.85}
 STORMS, FAKE_STORMS = 12, 15
-MEASURED_BYTES = 256 << 20
+ROUND_TRIP_BYTES, MEASURED_BYTES = 32 << 20, 256 << 20
 BALLAST_WORDS = 64 << 20
 
 
@@ -278,7 +278,7 @@ class Bed:
 
 def round_trip(copier: Copier, page_bytes: int, *, pinned: bool) -> str | None:
     """Store all blocks in any order, overwrite them, load them into other blocks; what is wrong."""
-    num_blocks = 24 if copier.device is None else max(64, min(4096, (32 << 20) // page_bytes))
+    num_blocks = 24 if copier.device is None else max(64, min(4096, ROUND_TRIP_BYTES // page_bytes))
     rng = np.random.default_rng(page_bytes)
     bed = Bed(copier, page_bytes, num_blocks, layers=3, pinned=pinned)
     for tensor in bed.tensors:

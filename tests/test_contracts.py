@@ -62,7 +62,7 @@ def lint(copy: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(copy), "COLUMNS": "200", "NO_COLOR": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 

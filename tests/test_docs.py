@@ -196,7 +196,7 @@ def test_queries_parse(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=False,
-            timeout=30,
+            timeout=100,
         )
         assert done.returncode == code, done.stdout + done.stderr
 
@@ -314,7 +314,7 @@ CHECKS = {
 @pytest.mark.parametrize("block", blocks("sh"))
 def test_shell_names_what_exists(block: Block) -> None:
     """Bash can parse it; targets, files and flags are there; other programs are well known ones."""
-    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True, timeout=20)
+    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True, timeout=100)
     found = list(commands(block.text))
     assert found
     for program, *arguments in found:

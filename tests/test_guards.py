@@ -72,7 +72,7 @@ def test_leftovers_fail_the_run(tmp_path: Path) -> None:
             env={**os.environ, "UNDERCROFT_TEST_SEED": "7", "UNDERCROFT_TEST_GRACE_S": "0.1"},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
             check=False,
         )
     finally:

@@ -27,7 +27,7 @@ def run(site_packages: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(site_packages)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 

@@ -70,7 +70,7 @@ def test_the_case_runs_on_real_engines(tmp_path: Path) -> None:
     command = [sys.executable, "bench/run.py", "engine", "--quick", "--rounds", "1"]
     command += ["--path", str(tmp_path), "--json", str(results)]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     (measured,) = json.loads(results.read_text())["cases"]["engine"]["measured"]

@@ -112,6 +112,7 @@ def test_the_way_of_a_real_device_is_the_same(monkeypatch: Any, capsys: Any) -> 
         ("ODD_SIZES", (1000,)),
         ("STORMS", 6),
         ("MEASURED_BYTES", 1 << 20),
+        ("ROUND_TRIP_BYTES", 1 << 18),
         ("BALLAST_WORDS", 8),
     ):
         monkeypatch.setattr(gpu_check, name, value)

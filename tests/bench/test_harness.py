@@ -126,7 +126,7 @@ def test_the_command_runs_real_cases(tmp_path: Path) -> None:
     command = [sys.executable, "bench/run.py", *names, "--quick", "--json", str(results)]
     command += ["--rounds", "1", "--path", str(tmp_path)]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(results.read_text())

@@ -25,7 +25,7 @@ def undercroft(
     *words: str,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    timeout_s: float = 60,
+    timeout_s: float = 200,
 ) -> subprocess.CompletedProcess[str]:
     """`python -m undercroft WORDS`, to its end."""
     return subprocess.run(

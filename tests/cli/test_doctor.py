@@ -6,12 +6,14 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
-from tests.cli.rig import undercroft, undercroft_json
+from tests.cli.rig import undercroft
 from tests.engines.vllm.lab.engine import environment
 from tests.engines.vllm.lab.models import model_path
 from undercroft.cli import check_disk, doctor
@@ -66,13 +68,33 @@ def worst_of(found: list[tuple[str, str, str]], check: str) -> tuple[str, str]:
 # --- for real ---
 
 
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("disk")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def real(disk: Path) -> dict[str, CompletedProcess[str]]:
+    """A good set-up and one that an engine would refuse; side by side, for a core each is slow."""
+    words = ["doctor", str(model_path("llama")), "--host", "32MiB", "--block-size", "32"]
+    good = ["--json", "--disk", f"{disk}:8MiB", "--dtype", "float32", "--max-model-len", "4096"]
+    good += ["--shutdown-timeout", "10"]
+    bound = environment(VLLM_CPU_OMP_THREADS_BIND="0|1")
+    with ThreadPoolExecutor(2) as pool:
+        runs = {
+            "good": pool.submit(undercroft, *words, *good, env=environment(), timeout_s=280),
+            "refused": pool.submit(undercroft, *words, "-tp", "2", env=bound, timeout_s=280),
+        }
+        return {name: run.result() for name, run in runs.items()}
+
+
 @pytest.mark.engine
-def test_a_good_set_up_is_good(tmp_path: Path) -> None:
+def test_a_good_set_up_is_good(real: dict[str, CompletedProcess[str]], disk: Path) -> None:
     """Real vLLM, model and disk: exit code 0, every part looked at, nothing left behind."""
-    words = [str(model_path("llama")), "--host", "32MiB", "--disk", f"{tmp_path}:8MiB"]
-    words += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "4096"]
-    words += ["--shutdown-timeout", "10"]
-    shown = undercroft_json("doctor", *words, env=environment(), timeout_s=200)
+    done = real["good"]
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = json.loads(done.stdout)
     found = {(f["check"], f["severity"]) for f in shown["findings"]}
     assert found == {
         (c, "ok") for c in ("settings", "disk", "memory", "engine", "model", "keys", "namespace")
@@ -81,15 +103,15 @@ def test_a_good_set_up_is_good(tmp_path: Path) -> None:
     # 4 layers, K and V, 2 heads of 32 float32: 2 KiB a token
     assert fits == {"host": 16384, "disk": 4096}
     assert shown["worst"] == "ok"
-    assert list(tmp_path.iterdir()) == []
+    assert list(disk.iterdir()) == []
 
 
 @pytest.mark.engine
-def test_what_an_engine_would_refuse_is_refused_in_seconds(tmp_path: Path) -> None:
+def test_what_an_engine_would_refuse_is_refused_in_seconds(
+    real: dict[str, CompletedProcess[str]],
+) -> None:
     """Two ranks: the line that today shows only after the model is loaded."""
-    words = [str(model_path("llama")), "--host", "32MiB", "-tp", "2", "--block-size", "32"]
-    env = environment(VLLM_CPU_OMP_THREADS_BIND="0|1")
-    done = undercroft("doctor", *words, env=env, timeout_s=200)
+    done = real["refused"]
     assert done.returncode == 1, done.stdout
     assert "not served yet: parallel.tp_size = 2" in done.stdout
 

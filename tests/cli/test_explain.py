@@ -280,7 +280,7 @@ def test_the_answer_is_one_json_value_though_vllm_talks(tmp_path: Path, prompt: 
         env=environment(VLLM_LOGGING_LEVEL="DEBUG"),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -56,7 +56,7 @@ def test_wrong_words_are_refused_at_once(
 def test_what_cannot_work_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     """More memory than there is: doctor's line, exit code 1, at once."""
     words = ["serve", "M", "--host", "900TiB", "--disk", f"{tmp_path}:64MiB"]
-    done = undercroft(*words, timeout_s=20)
+    done = undercroft(*words)
     assert (done.returncode, done.stdout) == (1, "")
     assert "error    memory  host is 900 TiB" in done.stderr
     assert "bounded by" in done.stderr

@@ -219,15 +219,12 @@ def test_a_cache_that_is_off_is_a_problem(serve: Callable[..., str]) -> None:
 def test_on_a_terminal_it_redraws_until_interrupted(serve: Callable[..., str]) -> None:
     """Screen after screen on a screen of its own, which Ctrl-C gives back; exit code 0."""
     ours, theirs = pty.openpty()
-    # Where a shell began this run in the background, SIGINT is ignored, and children inherit that.
-    inherited = signal.signal(signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(
         [sys.executable, "-m", "undercroft", "top", "--interval", "0.2", "--url", serve(PAGE)],
         env=environment(TERM="xterm"),
         stdout=theirs,
         stderr=subprocess.PIPE,
     )
-    signal.signal(signal.SIGINT, inherited)
     with process:
         os.close(theirs)
         seen = b""
@@ -237,7 +234,7 @@ def test_on_a_terminal_it_redraws_until_interrupted(serve: Callable[..., str]) -
             process.send_signal(signal.SIGINT)
             while b"\x1b[?1049l" not in seen:
                 seen += os.read(ours, 65536)
-            assert process.wait(timeout=30) == 0
+            assert process.wait(timeout=100) == 0
             assert process.stderr is not None
             assert process.stderr.read() == b""
         finally:
@@ -279,7 +276,7 @@ def test_a_page_that_drips_is_not_waited_for(
     raw_server: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deadline is for all of it."""
-    monkeypatch.setattr(top, "_DEADLINE_S", 0.3)
+    monkeypatch.setattr(top, "_DEADLINE_S", 1.0)
     with pytest.raises(CommandFailed, match="did not come within"):
         fetch(raw_server(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 1000, pause_s=0.02))
 
@@ -344,7 +341,7 @@ def test_a_dumb_terminal_gets_no_escapes(serve: Callable[..., str]) -> None:
             while seen.count(b"rates") < 3:
                 seen += os.read(ours, 65536)
             process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=30) == 0
+            assert process.wait(timeout=100) == 0
         finally:
             process.kill()
             os.close(ours)

@@ -29,7 +29,7 @@ def config(
     return RegionConfig(engine_id, num_ranks, total_bytes, identity, directory)
 
 
-def join(wanted: RegionConfig, role: Any, deadline_s: float = 5.0) -> Region:
+def join(wanted: RegionConfig, role: Any, deadline_s: float = 60.0) -> Region:
     sizes = None if role == "scheduler" else (4096 * (role + 1), 512)
     return Region.join(
         wanted, role=role, chunk_bytes=sizes, deadline_s=deadline_s, clock=SystemClock()
@@ -80,7 +80,7 @@ class Participant:
         self.send(verb, *args)
         return self.answer()
 
-    def join(self, wanted: RegionConfig, role: Any, deadline_s: float = 20.0) -> None:
+    def join(self, wanted: RegionConfig, role: Any, deadline_s: float = 60.0) -> None:
         self.ask("join", *self.arguments(wanted, role, deadline_s))
 
     @staticmethod
@@ -159,6 +159,12 @@ class _Child:
         lines = Path("/proc/self/status").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines)
         return {name: int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem")}
+
+    def file_bytes(self) -> int:
+        """What the region's file takes of its file system; it has no name any more."""
+        import os
+
+        return os.fstat(self.region._lock.fd).st_blocks * 512
 
     def report(self, store_ids: list[int]) -> None:
         for store_id in store_ids:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from functools import wraps
@@ -11,7 +12,6 @@ import pytest
 from tests.hierarchy.invariants import check_quiet
 from tests.hierarchy.worlds import CHUNK_BYTES, World, keys_of, made_worlds, make_world
 
-from undercroft.clock import SystemClock
 from undercroft.hierarchy.hierarchy import Hierarchy, Limits
 from undercroft.hierarchy.request import Request
 from undercroft.hierarchy.slots import SlotState
@@ -163,10 +163,18 @@ def test_a_request_whose_turn_never_comes_is_recomputed(worlds: list[World]) -> 
 
 
 class Throttled(MemoryTier):
-    """A disk of 1 MB/s."""
+    """A disk of 1 MB/s; what is read of `last` comes when `may_end` is set."""
+
+    last = b""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.may_end = threading.Event()
 
     def read_into(self, key: ChunkKey, out: memoryview) -> bool:
         time.sleep(out.nbytes / 1e6)
+        if key == self.last:
+            self.may_end.wait(60)
         return super().read_into(key, out)
 
     def _write(self, key: ChunkKey, data: memoryview, epoch: int | None) -> bool:
@@ -179,6 +187,7 @@ def test_a_slow_tier_slows_nobody_else(worlds: list[World]) -> None:
     tier = Throttled(256 * CHUNK_BYTES, name="below")
     cold, warm = keys_of("cold", 100), keys_of("warm", 8)
     MemoryTier._write(tier, warm[0], memoryview(content_of(warm[0], CHUNK_BYTES)), None)
+    tier.last = cold[-1]
     for key in cold:
         MemoryTier._write(tier, key, memoryview(content_of(key, CHUNK_BYTES)), None)
     world = make_world(160, [tier], num_threads=2)
@@ -192,6 +201,7 @@ def test_a_slow_tier_slows_nobody_else(worlds: list[World]) -> None:
         assert entry.num_hits == (8 if n % 2 else 0)
         assert entry.num_asked == 1
     assert waiting.num_hits is None
+    tier.may_end.set()
     world.engine.settle(5000)
     assert waiting.num_hits == 100
 
@@ -217,8 +227,8 @@ class Timed:
         return call
 
 
-def longest_call_s(worlds: list[World]) -> tuple[float, float, float]:
-    """With a tier that hangs for good: the longest call, the reset, the close."""
+def longest_calls_s(worlds: list[World]) -> dict[str, float]:
+    """With a tier that hangs for good: the longest call of each method; the reset, the close."""
     keys = keys_of("a", 40)
     memory = MemoryTier(256 * CHUNK_BYTES, name="below")
     put(memory, keys)
@@ -235,7 +245,7 @@ def longest_call_s(worlds: list[World]) -> tuple[float, float, float]:
     timed = Timed(world.hierarchy)
     entries = []
     began_s = time.perf_counter()
-    while time.perf_counter() - began_s < 1.0:
+    while time.perf_counter() - began_s < 0.7:
         entries += [world.engine.submit(keys), world.engine.submit(keys_of(f"b{len(entries)}", 9))]
         world.engine.step()
     for _ in range(200):
@@ -254,22 +264,23 @@ def longest_call_s(worlds: list[World]) -> tuple[float, float, float]:
     close_s = time.perf_counter() - began_s
     assert tier.num_hung > 0, "the tier did not hang"
     tier.release()
-    return max(timed.longest_s.values()), reset_s, close_s
+    return {**timed.longest_s, "reset": reset_s, "close": close_s}
 
 
 def test_no_call_waits_for_a_tier_that_hangs_for_good(worlds: list[World]) -> None:
     """No call but reset and close takes more than 50 ms, and these keep to their deadlines.
 
-    A busy machine may stop any thread for longer than that, so the best of a few tries counts: a
-    call that waits for the tier waits in each of them.
+    A busy machine may stop any thread for longer than that, so each method's best of some tries
+    counts: a call that waits for the tier waits in each of them.
     """
-    tries = []
-    for _ in range(4):
-        tries.append(longest_call_s(worlds))
-        call_s, reset_s, close_s = tries[-1]
-        if call_s < 0.05 and reset_s < 0.2 + 0.1 and close_s < 0.4 + 0.1:
+    bounds_s = {**dict.fromkeys(NON_BLOCKING, 0.05), "reset": 0.2 + 0.1, "close": 0.4 + 0.1}
+    best_s: dict[str, float] = {}
+    for _ in range(12):
+        for name, seconds in longest_calls_s(worlds).items():
+            best_s[name] = min(seconds, best_s.get(name, seconds))
+        if all(seconds < bounds_s[name] for name, seconds in best_s.items()):
             return
-    raise AssertionError(f"longest call, reset, close in s: {tries}")
+    raise AssertionError(f"longest calls in s, best of 12: {best_s}")
 
 
 def test_late_threads_do_not_make_an_engine_step_for_ever(worlds: list[World]) -> None:
@@ -290,6 +301,6 @@ def test_late_threads_do_not_make_an_engine_step_for_ever(worlds: list[World]) -
     assert not world.hierarchy.has_pending_work()
     assert world.hierarchy.pool.slots.num_pinned == 1, "the hung thread still reads from it"
     tier.release()
-    assert world.hierarchy.levels[0].transfers.drain(SystemClock().now_s() + 10)
+    assert world.hierarchy.levels[0].transfers.drain(clock.now_s() + 10)
     world.engine.step()
     check_quiet(world.hierarchy)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transfers_rig import FOREVER_S, N, Rig, our_threads
+from transfers_rig import FOREVER_S, N, Rig, our_threads, until
 
 from undercroft.hierarchy.outcome import Op
 from undercroft.testing.clock import ManualClock
@@ -133,7 +133,7 @@ def test_every_ticket_ends_once_and_every_buffer_comes_back(
         History(it).run(steps)
     finally:
         it.close()
-    assert our_threads() == []
+    until(lambda: our_threads() == [])
 
 
 def checked_over(*injectors: Injector) -> Checked:

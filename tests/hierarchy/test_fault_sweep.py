@@ -6,12 +6,11 @@ the sweep proves nothing.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import pytest
 from tests.hierarchy.invariants import check_all, check_quiet
-from tests.hierarchy.worlds import CHUNK_BYTES, World, make_world
+from tests.hierarchy.worlds import CHUNK_BYTES, Pause, World, make_world
 
 from undercroft.hierarchy.hierarchy import Limits
 from undercroft.hierarchy.transfers import TransferLimits
@@ -41,7 +40,15 @@ def keys_of(label: str) -> list[ChunkKey]:
 
 
 def make(tier: Tier, clock: ManualClock) -> World:
-    return make_world(
+    pause = Pause(0.0005)
+
+    def let_movers_run() -> None:
+        """For a moment; a call that sleeps or hangs has all the time it wants."""
+        pause(world.hierarchy.levels)
+        if tier.inner.num_hung or clock._num_sleepers():
+            clock.advance(0.3)
+
+    world = make_world(
         3,
         [tier],
         clock=clock,
@@ -49,15 +56,9 @@ def make(tier: Tier, clock: ManualClock) -> World:
         limits=Limits(drain_deadline_s=0.02),
         transfer_limits=TransferLimits(retry_pause_s=0.25, failures_to_open=2, first_pause_s=0.5),
         write_deadline_s=1.5,
-        between_steps=lambda: advance_when_held_up(tier, clock),
+        between_steps=let_movers_run,
     )
-
-
-def advance_when_held_up(tier: Tier, clock: ManualClock) -> None:
-    """Let movers run for a moment; a call that sleeps or hangs has all the time it wants."""
-    time.sleep(0.0005)
-    if tier.inner.num_hung or clock._num_sleepers():
-        clock.advance(0.3)
+    return world
 
 
 def run(world: World, label: str) -> int:

@@ -61,7 +61,12 @@ def test_prefix_larger_than_level_0(
     """As much as fits is reused, nothing else is read. (Stock: never answered, or 0 hits.)"""
     keys = keys_of("a", total)
     filled(tier, keys, worlds)
-    world = make_world(room, [tier], make_policy=make_policy)
+    world = make_world(
+        room,
+        [tier],
+        make_policy=make_policy,
+        between_steps=lambda: world.wait_for_tiers(),  # noqa: PLW0108 - not made yet
+    )
     worlds.append(world)
     entry = world.engine.run(keys, max_steps=30)
     assert entry.num_hits == room

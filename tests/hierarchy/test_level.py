@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from worlds import CHUNK_BYTES, make_world
@@ -74,7 +74,9 @@ def test_what_is_not_written_because_of_a_write_from_before_is_counted() -> None
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["hung", "hung, then full"])
-def test_a_close_that_leaves_writes_behind_ends_well(tmp_path: Path, *, is_full: bool) -> None:
+def test_a_close_that_leaves_writes_behind_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_full: bool
+) -> None:
     """Writes that fail or never began are booked after the tier is closed, without asking it."""
     disk = DiskTier(
         str(tmp_path),
@@ -85,15 +87,24 @@ def test_a_close_that_leaves_writes_behind_ends_well(tmp_path: Path, *, is_full:
     )
     full = Injector(Effect.FULL, on_index(0) if is_full else lambda _call: False)
     tier = FaultyTier(FaultyTier(disk, full), Injector(Effect.HANG, on_verb("write_from")))
-    limits = Limits(shutdown_deadline_s=0.4)
+    limits = Limits(shutdown_deadline_s=60.0)
     world = make_world(16, [tier], limits=limits, num_threads=1)
     for label in "abcd":
-        world.engine.run([chunk_key(label)])
+        world.engine.submit([chunk_key(label)])
+        for _ in range(4):
+            world.engine.step()
     tier.await_hung(1)
-    releasing = threading.Timer(0.35, tier.release)  # after the last flush, before the deadline
-    releasing.start()
+    flush, transfers = world.hierarchy._flush, world.hierarchy.levels[0].transfers
+    end_queued = transfers._end_queued
+
+    def end_queued_then_release(*args: Any) -> None:
+        end_queued(*args)
+        tier.release()
+
+    soon_s = world.clock.now_s() + 0.1
+    monkeypatch.setattr(world.hierarchy, "_flush", lambda _deadline_s: flush(soon_s))
+    monkeypatch.setattr(transfers, "_end_queued", end_queued_then_release)
     world.hierarchy.close()
-    releasing.join()
     with pytest.raises(TierClosed):
         disk.has(chunk_key("a"))
     assert full.num_fired == int(is_full)

@@ -136,7 +136,7 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     def let_movers_run(self) -> None:
         """Until every mover is idle, hung, or waits for the clock; so that runs repeat."""
-        for _ in range(300):
+        for _ in range(1000):
             if all(self._at_rest(level) for level in self.hierarchy.levels):
                 return
             time.sleep(0.001)
@@ -293,7 +293,7 @@ class HierarchyMachine(RuleBasedStateMachine):
             self.clock.advance(100.0)
             began_s = time.perf_counter()
             self.world.close()
-            assert time.perf_counter() - began_s < 3.0
+            assert time.perf_counter() - began_s < 30.0
 
     def _drain(self) -> None:
         for _ in range(60):

@@ -47,7 +47,7 @@ def below(told: Told) -> Iterator[Callable[..., World]]:
             num_slots,
             [near, far],
             clock=clock,
-            limits=Limits(promote_deadline_s=2.0),
+            limits=Limits(promote_deadline_s=2.0 if clock else 60.0),
             transfer_limits=limits,
         )
         world.counters.note = lambda level, event, reason, *_keys: (

@@ -77,9 +77,9 @@ def _start_whole_engine(directory: Path, num_ranks: int = 1) -> None:
     wanted = config(directory, num_ranks=num_ranks)
     ranks = [join(wanted, rank) for rank in range(num_ranks)]
     scheduler = join(wanted, "scheduler")
-    scheduler.wait_joined(1)
+    scheduler.wait_joined(60)
     for rank in ranks:
-        rank.wait_joined(1)
+        rank.wait_joined(60)
     ranks[0].buffer[-4:] = b"mine"
     assert bytes(scheduler.buffer[-4:]) == b"mine"
     assert list(directory.iterdir()) == []
@@ -117,7 +117,7 @@ def test_a_scheduler_killed_at_any_step_leaves_nothing_behind(directory: Path) -
         rank = join(config(directory), 0)
         died = _die_at(step, lambda: join(config(directory), "scheduler"))
         if rank._control.has_joined(1):
-            rank.wait_joined(1)  # complete: no file, whatever dies now
+            rank.wait_joined(60)  # complete: no file, whatever dies now
             assert list(directory.iterdir()) == []
         else:
             with pytest.raises(KvError, match="the scheduler did not join in time"):
@@ -150,8 +150,8 @@ def test_twenty_kills_and_restarts_with_a_fixed_engine_id(directory: Path) -> No
             rank.join(wanted, 0)
             if restart % 3:
                 scheduler.join(wanted, "scheduler")
-                assert scheduler.ask("wait", 5) == [[4096, 512]]
-                rank.ask("wait", 5)
+                assert scheduler.ask("wait", 60) == [[4096, 512]]
+                rank.ask("wait", 60)
                 assert rank.ask("read", MIB, 2) == "\0\0"  # never bytes of a former engine
                 rank.ask("write", MIB, "me")
                 assert scheduler.ask("read", MIB, 2) == "me"
@@ -219,8 +219,8 @@ def test_twins_one_after_the_other_get_a_region_each(directory: Path) -> None:
         for rank, scheduler, text in ((rank_a, scheduler_a, "A"), (rank_b, scheduler_b, "B")):
             rank.join(wanted, 0)
             scheduler.join(wanted, "scheduler")
-            scheduler.ask("wait", 5)
-            rank.ask("wait", 5)
+            scheduler.ask("wait", 60)
+            rank.ask("wait", 60)
             rank.ask("write", 100, text)
         assert [one.ask("read", 100, 1) for one in (scheduler_a, scheduler_b)] == ["A", "B"]
 
@@ -230,12 +230,12 @@ def test_twins_that_start_together_never_mix(directory: Path) -> None:
     wanted = config(directory)
     with participants(4) as (rank_a, scheduler_a, rank_b, scheduler_b):
         rank_a.join(wanted, 0)
-        rank_b.send("join", *rank_b.arguments(wanted, 0, 20))
+        rank_b.send("join", *rank_b.arguments(wanted, 0, 60))
         scheduler_a.join(wanted, "scheduler")
         rank_b.answer()
         scheduler_b.join(wanted, "scheduler")
         for scheduler in (scheduler_a, scheduler_b):
-            scheduler.ask("wait", 5)
+            scheduler.ask("wait", 60)
         rank_a.ask("write", 100, "A")
         rank_b.ask("write", 100, "B")
         assert [one.ask("read", 100, 1) for one in (scheduler_a, scheduler_b)] == ["A", "B"]
@@ -265,8 +265,8 @@ def test_twins_that_start_again_and_again_each_see_their_own_bytes(directory: Pa
         for turn in range(12):
             wanted = config(directory)
             rank, scheduler = join(wanted, 0, 60), join(wanted, "scheduler", 60)
-            scheduler.wait_joined(1)
-            rank.wait_joined(1)
+            scheduler.wait_joined(60)
+            rank.wait_joined(60)
             token = bytes([me, turn])
             assert bytes(scheduler.buffer[1000:1002]) == bytes(2)
             rank.buffer[1000:1002] = token
@@ -280,7 +280,7 @@ def test_twins_that_start_again_and_again_each_see_their_own_bytes(directory: Pa
     for twin in twins:
         twin.start()
     for twin in twins:
-        twin.join(60)
+        twin.join(200)
     assert [twin.exitcode for twin in twins] == [0, 0, 0]
 
 
@@ -371,8 +371,8 @@ def test_a_forked_child_that_closes_leaves_the_parents_seat(directory: Path) -> 
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     scheduler = join(config(directory), "scheduler")
-    scheduler.wait_joined(1)
-    rank.wait_joined(1)
+    scheduler.wait_joined(60)
+    rank.wait_joined(60)
     rank.close()
     scheduler.close()
 
@@ -383,7 +383,7 @@ def test_a_killed_peer_leaves_no_file_and_the_others_keep_their_bytes(directory:
     with participants(1) as (rank,):
         rank.join(wanted, 0)
         scheduler = join(wanted, "scheduler")
-        scheduler.wait_joined(5)
+        scheduler.wait_joined(60)
         rank.ask("write", 0, "bytes")
     assert list(directory.iterdir()) == []
     assert bytes(scheduler.buffer[:5]) == b"bytes"

@@ -48,7 +48,7 @@ class Gate:
         self._real(fd, offset, length)
 
 
-def _until(condition: object, limit_s: float = 10.0) -> None:
+def _until(condition: object, limit_s: float = 60.0) -> None:
     assert callable(condition)
     deadline = time.monotonic() + limit_s
     while not condition():
@@ -98,7 +98,7 @@ def test_a_full_file_system_stops_the_growth_with_one_warning(
     assert scheduler._growth is not None
     _until(lambda: not scheduler._growth._thread.is_alive())
     assert rank.ready_bytes() == scheduler.ready_bytes() == 3 * MIB
-    scheduler.wait_joined(1)
+    scheduler.wait_joined(60)
     scheduler.buffer[: 3 * MIB] = b"x" * (3 * MIB)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -134,10 +134,10 @@ def test_close_stops_the_growth_within_a_second(
     thread = scheduler._growth._thread
     started = time.monotonic()
     scheduler.close()
-    assert 0.9 < time.monotonic() - started < 5
+    assert 0.9 < time.monotonic() - started < 10
     assert thread.is_alive()
     gate.permits.release()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert rank.ready_bytes() == 3 * MIB  # one piece, and no other after the close
     rank.close()
@@ -145,9 +145,9 @@ def test_close_stops_the_growth_within_a_second(
 
 def test_without_growth_there_is_no_thread(directory: Path) -> None:
     """A region that is whole from the start, and every rank, runs no thread."""
-    before = threading.active_count()
+    before = set(threading.enumerate())
     rank, scheduler = join(config(directory), 0), join(config(directory), "scheduler")
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
     scheduler.close()
     rank.close()
 
@@ -156,22 +156,16 @@ def test_memory_stays_within_five_percent_of_the_configured_bytes() -> None:
     """File system, shared and private memory of each process grow by <= 1.05x, all touched."""
     total_bytes = 320 * MIB  # more than the creator's first part
     with shared_memory() as directory, participants(2) as (rank, scheduler):
-
-        def used_bytes() -> int:
-            status = os.statvfs(directory)
-            return (status.f_blocks - status.f_bfree) * status.f_frsize
-
         wanted = config(directory, total_bytes=total_bytes)
         before = [one.ask("memory") for one in (rank, scheduler)]
-        used_before = used_bytes()
         rank.join(wanted, 0)
         scheduler.join(wanted, "scheduler")
         _until(lambda: scheduler.ask("ready") == total_bytes, 60)
-        used = used_bytes() - used_before
-        assert total_bytes <= used <= 1.05 * total_bytes
+        assert total_bytes <= rank.ask("file_bytes") <= 1.05 * total_bytes
         scheduler.ask("fill")
         rank.ask("fill")
-        assert used_bytes() - used_before <= 1.05 * total_bytes
+        assert rank.ask("file_bytes") <= 1.05 * total_bytes
+        assert list(directory.iterdir()) == []
         for one, earlier in zip((rank, scheduler), before, strict=True):
             now = one.ask("memory")
             assert now["RssShmem"] - earlier["RssShmem"] >= total_bytes
@@ -217,7 +211,7 @@ wanted = config(directory, total_bytes=12 * MIB)
 rank = join(wanted, 0)
 (directory / "hog").write_bytes(bytes(6 * MIB))
 scheduler = join(wanted, "scheduler")
-scheduler.wait_joined(1)
+scheduler.wait_joined(60)
 scheduler._growth._thread.join(10)
 ready = scheduler.ready_bytes()
 scheduler.buffer[:ready] = b"x" * ready  # a page that does not exist would be SIGBUS
@@ -244,7 +238,7 @@ def test_on_a_real_full_file_system_nothing_is_touched_that_is_not_there(tmp_pat
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "free of 16777216" in done.stdout

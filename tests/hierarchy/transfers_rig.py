@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -126,6 +127,14 @@ def our_threads() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith("undercroft-")]
 
 
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for what other threads do."""
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, "not in time"
+        time.sleep(0.002)
+
+
 def kinds(dones: list[Done]) -> list[tuple[Op, str, bool]]:
     return [(d.op, type(d.outcome.error).__name__, d.buffer_free) for d in dones]
 
@@ -141,7 +150,8 @@ def made_rigs() -> Iterator[MakeRig]:
         rigs.append(Rig(*injectors, **more))
         return rigs[-1]
 
+    until(lambda: our_threads() == [])  # those of an earlier test may be leaving
     yield make
     for each in rigs:
         each.close()
-    assert our_threads() == []
+    until(lambda: our_threads() == [])

@@ -38,6 +38,8 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from undercroft.clock import SystemClock
+
 NULL = KVCacheBlock(block_id=0, is_null=True)
 
 
@@ -81,6 +83,8 @@ class Rig:
         if events:
             changes["kv_events_config"] = SimpleNamespace(enable_kv_cache_events=True)
         changes.setdefault("cache_config__kv_cache_layout", layout)
+        if extra.get("tiers"):  # a busy machine must make nothing late
+            extra = {"promote_deadline_s": 60.0, "drain_deadline_s": 20.0, **extra}
         self.config = engine_config({**OURS, **extra}, **changes)
         self.tensors = {
             f"g{g}.layer{i}": torch.zeros(
@@ -180,7 +184,14 @@ class Rig:
             if not busy and not self.on_scheduler.has_pending_push_work():
                 return count
             self.step()
+            if count >= 200:
+                time.sleep(0.02)  # a busy machine runs the movers late
         return max_steps
+
+    def await_movers(self) -> None:
+        """Until no level has anything queued or under way; the next step books what came of it."""
+        for level in self.hierarchy.levels:
+            assert level.transfers.drain(SystemClock().now_s() + 60)
 
     # --- one step -----------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ def disk(path, **more):
     return {"tiers": [{"type": "disk", "path": str(path), "capacity": "64MiB", **more}]}
 
 
-def wait_until(condition, seconds=5.0):
+def wait_until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "not in time"

@@ -28,6 +28,7 @@ def primed(path, labels, num_tokens=TOKENS, connector=UndercroftConnector, **mor
 
 def wait_for_reads(rig, steps=200):
     for _ in range(steps):
+        rig.await_movers()
         rig.step()
         if not len(rig.hierarchy.restores):
             return
@@ -86,11 +87,13 @@ def test_only_the_head_of_the_queue_is_looked_at(tmp_path):
         rig.step()
         assert len(rig.hierarchy.restores) <= NUM_CHUNKS
         for _ in range(30):
+            rig.await_movers()
             rig.step()
         assert rig.hierarchy.counters.promoted_chunks.total() == 4 * NUM_CHUNKS
         for job in queued[:6]:
             rig.abort(job)
         for _ in range(30):
+            rig.await_movers()
             rig.step()
         assert rig.hierarchy.counters.promoted_chunks.total() == 6 * NUM_CHUNKS
         rig.settle(2000)

@@ -131,9 +131,9 @@ from undercroft.clock import SystemClock
 from undercroft.hierarchy.region import Region, RegionConfig
 
 config = RegionConfig(engine_id=sys.argv[1], num_ranks=1, total_bytes=1 << 20, identity=bytes(32))
-rank = Region.join(config, role=0, chunk_bytes=(8192,), deadline_s=10, clock=SystemClock())
+rank = Region.join(config, role=0, chunk_bytes=(8192,), deadline_s=60, clock=SystemClock())
 if sys.argv[2] == "joined":
-    scheduler = Region.join(config, role="scheduler", deadline_s=10, clock=SystemClock())
+    scheduler = Region.join(config, role="scheduler", deadline_s=60, clock=SystemClock())
 print("ready", flush=True)
 time.sleep(100)
 """
@@ -156,24 +156,25 @@ def start_and_kill(engine_id, state):
 def test_b15_nothing_is_left_after_sigkill():
     """Killed three times while serving: no file, though nobody cleaned up."""
     for _ in range(3):
-        start_and_kill("b15-serving", "joined")
-        assert not region_path(SHARED, "b15-serving").exists()
+        start_and_kill(f"b15-serving-{os.getpid()}", "joined")
+        assert not region_path(SHARED, f"b15-serving-{os.getpid()}").exists()
 
 
-@pytest.mark.parametrize("engine_id", ["b15-starting", "b15-other"])
-def test_b15_a_region_of_a_dead_start_is_replaced(engine_id, caplog, monkeypatch):
+@pytest.mark.parametrize("is_same", [True, False], ids=["same id", "other id"])
+def test_b15_a_region_of_a_dead_start_is_replaced(is_same, caplog, monkeypatch):
     """Killed while starting, then started under the same id, or another one: found and removed.
 
     Before the memory that is free is counted: or one kill would keep the engine from starting for
     as long as the file lies there.
     """
-    stale = region_path(SHARED, "b15-starting")
-    start_and_kill("b15-starting", "waiting")
+    name = f"b15-starting-{os.getpid()}"
+    stale = region_path(SHARED, name)
+    start_and_kill(name, "waiting")
     assert stale.exists(), "the recipe does not bite"
     counted = []
     limits = spec.host_limits
     monkeypatch.setattr(spec, "host_limits", lambda: counted.append(stale.exists()) or limits())
-    with running({"host": "1MiB"}, engine_id=engine_id) as rig:
+    with running({"host": "1MiB"}, engine_id=name if is_same else "b15-other") as rig:
         assert counted == [False]
         assert "the region of a dead engine" in caplog.text
         assert not stale.exists()

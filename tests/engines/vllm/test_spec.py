@@ -1,13 +1,14 @@
 """The spec: stock's settings as they stand, every field of the configuration, what is refused."""
 
 import ast
+import contextlib
 import copy
 import importlib
 import logging
-import os
 import re
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -324,9 +325,11 @@ def test_replicas_share_the_disk_and_not_the_slots(tmp_path):
         assert two.num_loads_checked == 1
         # Both write at once: neither overwrites what is the other's.
         jobs = [(rig, rig.submit(prompt(label, 160))) for label in (2, 3) for rig in (one, two)]
-        for _ in range(200):
+        for _ in range(20_000):
             one.step()
             two.step()
+            if all(job.request.is_finished() for _, job in jobs):
+                break
         assert all(job.request.is_finished() for _, job in jobs)
         total = sum(p.stat().st_blocks * 512 for p in tmp_path.rglob("*") if p.is_file())
         assert total <= 64 << 20
@@ -383,9 +386,12 @@ def test_a_scheduler_of_another_configuration_than_its_workers_is_refused():
 def test_importing_the_spec_has_no_side_effect(tmp_path, monkeypatch):
     """The API process imports it only for its metrics: no thread, file or device."""
 
-    def state():
-        threads = threading.active_count()
-        return threads, len(os.listdir("/proc/self/fd")), os.listdir()  # noqa: PTH208
+    def state():  # of other tests something may be about to go, so what is new counts
+        open_files = set()
+        for fd in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                open_files.add(str(fd.readlink()))
+        return {*threading.enumerate(), *open_files, *Path.cwd().iterdir()}
 
     monkeypatch.chdir(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "undercroft"]:
@@ -394,7 +400,7 @@ def test_importing_the_spec_has_no_side_effect(tmp_path, monkeypatch):
     again = importlib.import_module("undercroft.engines.vllm").UndercroftSpec
     assert again is not UndercroftSpec
     again.build_metric_definitions({})
-    assert state() == before
+    assert state() <= before
 
 
 def test_a_path_below_the_users_home(tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ def held(path: Path, first: int = 0, end: int = 0) -> Iterator[int]:
         assert process.stdout.readline() == "ready\n"
         yield process.pid
     finally:
-        process.communicate("", timeout=20)
+        process.communicate("", timeout=100)
 
 
 def age(path: Path, seconds: float) -> None:

@@ -83,4 +83,5 @@ def files(path: Path | str, suffix: str) -> list[Path]:
 
 
 def open_files() -> int:
+    """How many there are. What an earlier test left may be collected at any time: fewer is fine."""
     return len(list(Path("/proc/self/fd").iterdir()))

@@ -45,7 +45,7 @@ def test_a_share_that_shrinks(tmp_path: Path) -> None:
     before = fill(tier)
     tier.delete(key(0))
     other = disk(tmp_path, namespace=OTHER)
-    for _ in range(30):
+    for _ in range(600):
         time.sleep(0.05)
         tier.refresh()
         if len(held(tier)) < len(before) - 1:

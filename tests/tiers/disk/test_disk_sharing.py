@@ -46,7 +46,7 @@ class Process:
 
     def __call__(self, work: Callable[..., Any], *args: Any) -> Any:
         self.pipe.send((work, args))
-        assert self.pipe.poll(30), "the process does not answer"
+        assert self.pipe.poll(100), "the process does not answer"
         return self.pipe.recv()
 
     def kill(self) -> None:
@@ -131,9 +131,9 @@ def test_more_changes_than_the_ring_holds_are_still_followed(tmp_path: Path) -> 
         reader.close()
 
 
-def churn(tier: DiskTier, seconds: float) -> int:
+def churn(tier: DiskTier, seconds: float, at_least: int) -> int:
     count, until = 0, time.monotonic() + seconds
-    while time.monotonic() < until:
+    while time.monotonic() < until or count < at_least:
         try:
             put(tier, count % 40)
         except TierFull:
@@ -147,11 +147,11 @@ def test_reads_that_race_overwrites_miss_or_are_right(tmp_path: Path) -> None:
     """A foreign slot may be overwritten under the reader: never a wrong byte, and many right."""
     with process(tmp_path, capacity_bytes=200 << 10) as writer:
         reader = disk(tmp_path, capacity_bytes=200 << 10)
-        writer.pipe.send((churn, (1.5,)))
+        writer.pipe.send((churn, (1.0, 200)))
         good = 0
         while not writer.pipe.poll(0):
             good += len(hits(reader, list(range(40))))
-        assert writer.pipe.recv() > 100
+        writer.pipe.recv()
         assert good > 50
         reader.close()
 
@@ -219,7 +219,7 @@ def test_the_last_stores_of_a_killed_process_are_found_by_those_that_live(tmp_pa
         assert writer(put_beside_a_store_that_hangs, numbers) == 15
         assert hits(reader, numbers) == [], "told already, or this test proves nothing"
         writer.kill()
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while hits(reader, numbers) != numbers and time.monotonic() < until:
             time.sleep(0.1)
         assert hits(reader, numbers) == numbers
@@ -290,12 +290,11 @@ def test_a_living_namespace_gives_up_what_exceeds_its_share(tmp_path: Path) -> N
     stored = put_all(first, list(range(1000)))
     try:
         second = disk(tmp_path, capacity_bytes=capacity, namespace=OTHER)
-        for _ in range(3):
+        until = time.monotonic() + 60
+        while put_all(second, list(range(1000))) < stored // 4:
+            assert time.monotonic() < until, "the first gives nothing up"
             time.sleep(0.11)
             first.refresh()
-        time.sleep(1.1)
-        got = put_all(second, list(range(1000)))
-        assert got >= stored // 4
         assert own(first) >= stored // 4
         assert first.stats()["root_bytes"] <= capacity
         assert du(tmp_path) <= capacity
@@ -359,7 +358,7 @@ def test_a_held_root_lock_is_not_waited_for_without_end(tmp_path: Path) -> None:
         begun = time.monotonic()
         with pytest.raises(KvError):
             put(tier, 1)
-        assert 1 < time.monotonic() - begun < 8
+        assert 1 < time.monotonic() - begun < 20
     put(tier, 1)
     assert right(tier, 1)
     assert len(files(tmp_path, ".slab")) == 1

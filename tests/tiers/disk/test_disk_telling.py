@@ -46,7 +46,7 @@ def start(tier: DiskTier, injected: Watched, numbers: Sequence[int]) -> list[thr
     threads = [threading.Thread(target=put, args=(tier, number)) for number in numbers]
     for thread in threads:
         thread.start()
-        assert injected.arrived.acquire(timeout=10)
+        assert injected.arrived.acquire(timeout=60)
     return threads
 
 

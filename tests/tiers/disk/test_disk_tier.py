@@ -210,7 +210,7 @@ def test_closed_is_closed(tmp_path: Path) -> None:
     put(tier, 1)
     tier.close()
     tier.close()
-    assert open_files() == before
+    assert open_files() <= before
     for verb in (tier.contains, tier.has, tier.delete):
         with pytest.raises(TierClosed):
             verb(key(1))

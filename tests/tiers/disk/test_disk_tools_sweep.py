@@ -77,7 +77,7 @@ def test_a_fault_at_any_call_costs_no_good_chunk(harmed: Path, effect: str) -> N
         shutil.copytree(harmed, spare)
         injected = FaultyFiles(effect, at)
         use_tools(spare, injected)
-        assert open_files() == before, f"{effect} at {at}: {injected.log}"
+        assert open_files() <= before, f"{effect} at {at}: {injected.log}"
         assert du(spare) <= CAPACITY
         tier = disk(spare, capacity_bytes=CAPACITY)
         found = {number for number in range(NUM) if tier.contains(key(number))}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.vllm.e2e.conftest import Plain, assert_same, offload, one_by_one
-from tests.engines.vllm.lab.engine import BLOCK_TOKENS, LLAMA_CHUNK_BYTES, Nursery, prompt
+from tests.engines.vllm.lab.engine import BLOCK_TOKENS, LLAMA_CHUNK_BYTES, Nursery, Output, prompt
 
 HOST = "4MiB"
 HOST_CHUNKS = 4 * 1024**2 // LLAMA_CHUNK_BYTES
@@ -28,12 +28,31 @@ def test_restore_while_another_decodes(
     assert writer.counts()["blocks_stored"] == num_chunks
     writer.close()
 
+    # Loose, for a busy machine, and a few tries; `bench/cases/first_token.py` compares properly.
+    # A restore that waits for its deadline fails each of them.
+    tries = []
+    for _ in range(4):
+        took, recomputed = restored_and_recomputed(nursery, plain, tmp_path, long)
+        tries.append((took.loaded_s, took.first_token_s, recomputed.first_token_s))
+        if (
+            took.loaded_s <= recomputed.first_token_s + 0.3
+            and took.first_token_s <= 1.5 * recomputed.first_token_s + 0.3
+        ):
+            return
+    raise AssertionError(f"waited longer than recompute (load, first token, recompute): {tries}")
+
+
+def restored_and_recomputed(
+    nursery: Nursery, plain: Plain, disk: Path, long: list[int]
+) -> tuple[Output, Output]:
+    """What became of `long`, right and read from disk beside a request that decodes; and without
+    any offloading."""
     recompute = plain.engine("llama")
     recompute.reset()
     limits, start = [DECODED, 8], {1: (0, 4)}
     expected = recompute.generate([DECODER, long], max_tokens=limits, after_tokens=start)
 
-    engine = nursery.engine("llama", offload(tmp_path, host=HOST))
+    engine = nursery.engine("llama", offload(disk, host=HOST))
     one_by_one(engine, [prompt(100, seed=302)])  # first-use costs are not the point here
     engine.settle()
     before = engine.counts()
@@ -46,11 +65,8 @@ def test_restore_while_another_decodes(
     read = after["read_bytes"] - before["read_bytes"]
     assert read >= loaded * LLAMA_CHUNK_BYTES, "the loads did not come from disk"
     assert read <= 1.1 * loaded * RECORD_BYTES + OTHER_READS
-    # Loose, for a busy machine; `bench/cases/first_token.py` compares properly. A restore that
-    # waits for its deadline fails both.
-    assert outputs[1].loaded_s <= expected[1].first_token_s + 0.3, "waited longer than recompute"
-    assert outputs[1].first_token_s <= 1.5 * expected[1].first_token_s + 0.3
     engine.close()
+    return outputs[1], expected[1]
 
 
 def test_many_restores_at_once(nursery: Nursery, plain: Plain, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.vllm.lab.engine import OFFLOADER, prompt
+from tests.engines.vllm.lab.engine import prompt
 from tests.engines.vllm.lab.prometheus import Prometheus, prometheus_path
 from tests.engines.vllm.lab.server import Server
 from undercroft.engines.vllm.metrics import PREFIX, metric_definitions
@@ -97,17 +97,15 @@ def work(server: Server) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(prometheus_path() is None, reason=NO_PROMETHEUS)
-def test_every_query_gives_data(tmp_path: Path) -> None:
+def test_every_query_gives_data(tmp_path: Path, served: Server) -> None:
     """Each one parses, finds series with the labels that its legend names, and numbers in them."""
     program = prometheus_path()
     assert program is not None
-    disk = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "64MiB", "name": "nvme"}
-    offload = {**OFFLOADER, "host": "2MiB", "tiers": [disk]}  # 32 chunks
-    with Server(tmp_path, offload) as server, Prometheus(program, tmp_path, server.port) as base:
-        server.complete(prompt(100, seed=1))  # now all counters are there
-        base.await_value(PROMPT_TOKENS, 100)
-        work(server)
-        base.await_value(PROMPT_TOKENS, server_value(server, PROMPT_TOKENS))
+    served.complete(prompt(100, seed=1))  # now all counters are there
+    with Prometheus(program, tmp_path, served.port) as base:
+        base.await_value(PROMPT_TOKENS, server_value(served, PROMPT_TOKENS))
+        work(served)
+        base.await_value(PROMPT_TOKENS, server_value(served, PROMPT_TOKENS))
         wrong = []
         for title, expression, legend in targets():
             series = base.query(filled_in(expression))
@@ -147,7 +145,7 @@ def check_numbers(base: Prometheus) -> None:
     assert value(by_title["Levels usable"]) == 1
     assert 0.2 < value(by_title["Prompt tokens not computed"]) <= 1
     assert value(by_title["Prefill seconds saved, a second"]) > 0
-    assert value(f'{PREFIX}hit_tokens_total{{level="nvme"}}') > 0
+    assert value(f'{PREFIX}hit_tokens_total{{level="disk"}}') > 0
     assert value(f'{PREFIX}hit_tokens_total{{level="host"}}') > 0
     found = value(f"sum({PREFIX}hit_tokens_total)")
     assert found == value("sum(vllm:external_prefix_cache_hits_total)")

@@ -10,7 +10,7 @@ ONE, OTHER = prompt(650, seed=500), prompt(650, seed=501)
 WHOLE = 650 // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def _eventually_loads(engine: Engine, tokens: list[int], within_s: float = 10.0) -> int:
+def _eventually_loads(engine: Engine, tokens: list[int], within_s: float = 60.0) -> int:
     """Ask until the whole prefix comes from below, as another engine's chunks need a moment."""
     deadline = time.monotonic() + within_s
     while True:

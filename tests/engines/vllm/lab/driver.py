@@ -31,6 +31,9 @@ class Driver:
     def start(self, engine: dict[str, Any]) -> dict[str, Any]:
         from vllm import LLM
 
+        from undercroft.tiers.disk import upkeep
+
+        upkeep._EPOCH_WAIT_S = 10.0  # as in `tests/conftest.py`: a busy machine needs longer
         started = time.perf_counter()
         self.llm = LLM(**engine)
         core = self.llm.llm_engine.engine_core.engine_core

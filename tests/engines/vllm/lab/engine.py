@@ -111,7 +111,7 @@ class Engine:
     def __init__(self, address: str, log: Path) -> None:
         self._log = log
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(180)
+        self._socket.settimeout(280)
         self._socket.connect(address)
         self._lines = self._socket.makefile("rw", encoding="utf-8")
         self.pid = 0
@@ -129,7 +129,7 @@ class Engine:
         max_tokens: int | list[int] = 8,
         after_tokens: Mapping[int, tuple[int, int]] | None = None,
         until: int | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = 200.0,
     ) -> list[Output]:
         """Run prompts together; `after_tokens={1: (0, 5)}`: number 1 starts at 0's 5th token.
 
@@ -148,11 +148,11 @@ class Engine:
     def begin(self, prompts: list[list[int]]) -> None:
         """Send prompts and do not wait; nothing but `kill` may follow."""
         requests = [{"prompt": tokens, "max_tokens": 8} for tokens in prompts]
-        self._lines.write(json.dumps({"do": "generate", "requests": requests, "timeout_s": 60}))
+        self._lines.write(json.dumps({"do": "generate", "requests": requests, "timeout_s": 200}))
         self._lines.write("\n")
         self._lines.flush()
 
-    def settle(self, timeout_s: float = 30.0) -> None:
+    def settle(self, timeout_s: float = 120.0) -> None:
         """Let every store and cascade that is under way end."""
         self._do("settle", timeout_s=timeout_s)
 
@@ -192,10 +192,10 @@ class Engine:
     def _gone(self) -> None:
         self._lines.close()
         self._socket.close()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 100
         while self.pid and _alive(self.pid):
             if time.monotonic() > deadline:
-                raise EngineFailed(f"process {self.pid} is still there after 30 s")
+                raise EngineFailed(f"process {self.pid} is still there after 100 s")
             time.sleep(0.01)
 
     def _do(self, name: str, **arguments: Any) -> Any:
@@ -232,7 +232,7 @@ class Nursery:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 250
         while not Path(self._address).exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise EngineFailed(f"no nursery\n{self.log.read_text(errors='replace')[-6000:]}")

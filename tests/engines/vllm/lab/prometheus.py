@@ -63,7 +63,7 @@ class Prometheus:
         """The series that an instant query gives; what cannot be parsed raises."""
         return self._data("/api/v1/query", query=expression)["result"]  # type: ignore[no-any-return]
 
-    def await_value(self, expression: str, value: float, timeout_s: float = 60.0) -> None:
+    def await_value(self, expression: str, value: float, timeout_s: float = 120.0) -> None:
         """Wait until a scrape has brought the one series of `expression` to `value`."""
         deadline = time.monotonic() + timeout_s
         while [float(each["value"][1]) for each in self.query(expression)] != [value]:
@@ -96,7 +96,7 @@ class Prometheus:
         """End the server."""
         self._process.terminate()
         try:
-            self._process.wait(timeout=20)
+            self._process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

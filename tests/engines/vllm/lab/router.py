@@ -74,7 +74,7 @@ class Router:
             replay.setsockopt(zmq.LINGER, 0)
             replay.connect(self.replay_endpoint)
             replay.send_multipart([b"", self._next.to_bytes(_SEQUENCE_BYTES, "big")])
-            while replay.poll(5000):
+            while replay.poll(60_000):
                 sequence, payload = replay.recv_multipart()[-2:]
                 if sequence == _LAST:
                     return

@@ -1,4 +1,4 @@
-"""`vllm serve` on the loopback interface, as a user starts it, for tests."""
+"""`undercroft serve` on the loopback interface, as a user starts it, for tests."""
 
 import http.client
 import importlib.metadata
@@ -45,14 +45,17 @@ def _distribution_path(folder: Path) -> str:
 class Server:
     """An API server that is ready when the constructor returns; `stop` ends it as Ctrl-C does."""
 
-    def __init__(self, folder: Path, offload: dict[str, Any], model: str = "llama") -> None:
+    def __init__(self, folder: Path, words: list[str], model: str = "llama") -> None:
+        """With these words of `undercroft serve` and what every server here is started with."""
+        self.folder = folder
         self.port = _free_port()
         self.log = folder / f"server-{self.port}.log"
         env = environment(
             VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_SERVER_DEV_MODE="1", VLLM_HOST_IP="127.0.0.1"
         )
         env["PYTHONPATH"] += ":" + _distribution_path(folder)
-        command = self._command(str(model_path(model)), offload)
+        command = [sys.executable, "-m", "undercroft", "serve", str(model_path(model)), *words]
+        command += self._options()
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -68,18 +71,8 @@ class Server:
             self.stop()
             raise
 
-    def _command(self, model: str, offload: dict[str, Any]) -> list[str]:
-        """What is run; `offload` is the connector's extra config."""
-        transfer = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": offload,
-        }
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
-        return [*command, *self._options(), "--kv-transfer-config", json.dumps(transfer)]
-
     def _options(self) -> list[str]:
-        """What every server here is started with."""
+        """Of vLLM."""
         options = ["--served-model-name", "tiny", "--dtype", "float32"]
         options += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"]
         options += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", "4096"]
@@ -156,7 +149,7 @@ class Server:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             try:
-                self._process.wait(timeout=30)
+                self._process.wait(timeout=100)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
