@@ -89,7 +89,7 @@ def test_closing_twice_does_not_touch_what_was_given_back_between(worlds: list[W
     tier.await_hung(1)
     store(world, keys_of("b", 4))
     world.hierarchy.end_step()
-    assert world.hierarchy.cascade.num_waiting("below") == 3
+    assert world.hierarchy.cascade.num_waiting("below") >= 3
     world.hierarchy.close()
     world.hierarchy._buffer.release()
     world.hierarchy.close()

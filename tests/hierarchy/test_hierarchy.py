@@ -383,7 +383,7 @@ def test_a_request_whose_hits_were_of_no_use_is_forgotten(worlds: list[World]) -
     )
     for key in keys[:8]:
         tier.write_from(key, memoryview(content_of(key, CHUNK_BYTES)))
-    world = make_world(4, [tier])
+    world = make_world(4, [tier], limits=Limits())  # it waits for room
     worlds.append(world)
     hierarchy, engine = world.hierarchy, world.engine
     engine.run(keys[8:10])

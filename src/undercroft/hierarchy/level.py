@@ -363,7 +363,7 @@ class Level:
     def wait_void(self, timeout_s: float) -> bool:
         """Wait until the epoch is raised; False if it is not by then, or the level is closed."""
         if self._raiser is None:
-            return True
+            return not self._stop.is_set()
         if not _has_begun(self._raiser):
             return False
         self._raiser.join(timeout_s)
