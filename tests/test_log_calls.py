@@ -31,6 +31,7 @@ SEEN = {
     "removed %s, the region of a dead engine": "one for each engine",
     "tier %r failed to close: %r": ONCE,
     "disk tier %r closed unflushed: %s": ONCE,
+    "disk tier %r: a file could not be closed: %s": ONCE,
     "disk tier %r starts without its disk: %s": ONCE,
 }
 
