@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from undercroft.cli.output import Column, Output
+from undercroft.cli.output import Column, Output, printable
 from undercroft.clock import SystemClock
 from undercroft.errors import ConfigError
 from undercroft.settings import format_bytes, load, parse_size
@@ -177,7 +177,7 @@ def size_text(num_bytes: int) -> str:
 
 def say(output: Output, text: str = "") -> None:
     """A line for people, in which a name on disk cannot move the cursor."""
-    output.say("".join(c if c.isprintable() else "?" for c in text))
+    output.say(printable(text))
 
 
 def counted(number: int, noun: str) -> str:
