@@ -45,17 +45,28 @@ def _distribution_path(folder: Path) -> str:
 class Server:
     """An API server that is ready when the constructor returns; `stop` ends it as Ctrl-C does."""
 
-    def __init__(self, folder: Path, words: list[str], model: str = "llama") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        words: list[str],
+        model: str = "llama",
+        *,
+        is_eager: bool = True,
+        **extra_environment: str,
+    ) -> None:
         """With these words of `undercroft serve` and what every server here is started with."""
         self.folder = folder
         self.port = _free_port()
         self.log = folder / f"server-{self.port}.log"
         env = environment(
-            VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_SERVER_DEV_MODE="1", VLLM_HOST_IP="127.0.0.1"
+            VLLM_ENABLE_V1_MULTIPROCESSING="1",
+            VLLM_SERVER_DEV_MODE="1",
+            VLLM_HOST_IP="127.0.0.1",
+            **extra_environment,
         )
         env["PYTHONPATH"] += ":" + _distribution_path(folder)
         command = [sys.executable, "-m", "undercroft", "serve", str(model_path(model)), *words]
-        command += self._options()
+        command += self._options() + ["--enforce-eager"] * is_eager
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -74,7 +85,7 @@ class Server:
     def _options(self) -> list[str]:
         """Of vLLM."""
         options = ["--served-model-name", "tiny", "--dtype", "float32"]
-        options += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"]
+        options += ["--host", "127.0.0.1", "--port", str(self.port)]
         options += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", "4096"]
         options += ["--num-gpu-blocks-override", "256", "--enable-prompt-tokens-details"]
         return options
@@ -91,8 +102,13 @@ class Server:
                 pass
             time.sleep(0.25)
 
-    def complete(self, prompt: list[int], max_tokens: int = 8) -> dict[str, Any]:
-        """One greedy completion, streamed; text, pieces, usage and seconds to the first piece."""
+    def complete(
+        self, prompt: list[int], max_tokens: int = 8, *, replica: int | None = None
+    ) -> dict[str, Any]:
+        """One greedy completion, streamed; text, pieces, usage and seconds to the first piece.
+
+        `replica` is the data parallel rank that is to answer.
+        """
         started = time.monotonic()
         pieces: list[str] = []
         usage: dict[str, Any] = {}
@@ -106,7 +122,8 @@ class Server:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        for event in self._stream("/v1/completions", body):
+        headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
+        for event in self._stream("/v1/completions", body, headers):
             if "choices" not in event:
                 raise EngineFailed(f"the stream says {event}\n{self.log_text()[-6000:]}")
             if event.get("usage"):
@@ -164,10 +181,12 @@ class Server:
         finally:
             connection.close()
 
-    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _stream(
+        self, path: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> Iterator[dict[str, Any]]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         try:
-            headers = {"Content-Type": "application/json"}
+            headers = {"Content-Type": "application/json", **headers}
             connection.request("POST", path, json.dumps(body), headers)
             answer = connection.getresponse()
             if answer.status != http.client.OK:
