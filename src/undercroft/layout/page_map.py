@@ -153,9 +153,15 @@ class PageMap:
 def _tiles(spans: Sequence[tuple[int, int]], num_bytes: int) -> bool:
     """Whether ascending spans cover `num_bytes` exactly once."""
     is_joined = all(before[1] == after[0] for before, after in pairwise(spans))
-    return bool(spans) and num_bytes > 0 and is_joined and (spans[0][0], spans[-1][1]) == (
-        0,
-        num_bytes,
+    return (
+        bool(spans)
+        and num_bytes > 0
+        and is_joined
+        and (spans[0][0], spans[-1][1])
+        == (
+            0,
+            num_bytes,
+        )
     )
 
 

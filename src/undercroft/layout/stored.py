@@ -160,7 +160,5 @@ def _shares(group_index: int, parts: list[list[int]], sizes: Sequence[int]) -> S
                 f"lengths: {said} bytes"
             )
     ends = list(accumulate(sizes[part[0]] for part in parts))
-    starts = {
-        rank: start for start, part in zip((0, *ends), parts, strict=False) for rank in part
-    }
+    starts = {rank: start for start, part in zip((0, *ends), parts, strict=False) for rank in part}
     return SlotShares(ends[-1], tuple(starts[rank] for rank in range(len(sizes))))
