@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.platforms import current_platform
@@ -108,12 +109,17 @@ def _foresee(config: VllmConfig, found: dict[str, Any]) -> None:
         found["unforeseen"] = "its layers keep other state than keys and values of tokens"
     if config.kv_transfer_config is None:
         return
+    if config.cache_config.kv_cache_layout is None:  # the engine decides it when it starts
+        config.cache_config.kv_cache_layout = OffloadingConnector.get_required_kvcache_layout(
+            config
+        )
     offloading = build_offloading_config(config, _cache_config(config))
     UndercroftSpec(offloading)
     if "unforeseen" not in found:
         blocks = offloading.cache.blocks_per_chunk
+        num_parts = 1 if offloading.replicated_layout else offloading.parallel.world_size
         found["chunk"] = {
-            "bytes": offloading.worker_kv_bytes_per_block * blocks,
+            "bytes": offloading.worker_kv_bytes_per_block * num_parts * blocks,
             "tokens": offloading.groups[0].tokens_per_block * blocks,
         }
 
