@@ -50,8 +50,6 @@ class Server:
         folder: Path,
         words: list[str],
         model: str = "llama",
-        *,
-        is_eager: bool = True,
         **extra_environment: str,
     ) -> None:
         """With these words of `undercroft serve` and what every server here is started with."""
@@ -66,7 +64,7 @@ class Server:
         )
         env["PYTHONPATH"] += ":" + _distribution_path(folder)
         command = [sys.executable, "-m", "undercroft", "serve", str(model_path(model)), *words]
-        command += self._options() + ["--enforce-eager"] * is_eager
+        command += self._options()
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -85,7 +83,7 @@ class Server:
     def _options(self) -> list[str]:
         """Of vLLM."""
         options = ["--served-model-name", "tiny", "--dtype", "float32"]
-        options += ["--host", "127.0.0.1", "--port", str(self.port)]
+        options += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"]
         options += ["--block-size", str(BLOCK_TOKENS), "--max-model-len", "4096"]
         options += ["--num-gpu-blocks-override", "256", "--enable-prompt-tokens-details"]
         return options
