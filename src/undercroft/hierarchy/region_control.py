@@ -6,7 +6,7 @@
     + a page           failure counters, one word per rank
     + a page a seat    records: nonce, device, inode, process, chunk sizes per group
     + 16 KiB a rank    failure rings
-    + 16 KiB a rank    notes: a length, and what the rank says of itself
+    + 8 KiB a rank     notes: a length, and what the rank says of itself
     body_offset        the body: `total_bytes`, 2 MiB-aligned in the file, for huge pages
     proof_offset       one nonce per seat once more, in the body's own mapping but past the buffer
 
@@ -45,7 +45,7 @@ MAX_RANKS = 256
 MAX_GROUPS = 384
 MAX_IDENTITY_BYTES = 64
 
-_NOTE_AREA_BYTES = 16 << 10
+_NOTE_AREA_BYTES = 8 << 10
 MAX_NOTE_BYTES = _NOTE_AREA_BYTES - 8
 
 _HEADER_BYTES = 4096
