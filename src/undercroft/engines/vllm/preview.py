@@ -115,8 +115,9 @@ def _foresee(config: VllmConfig, found: dict[str, Any]) -> None:
     check_one_host(from_engine(offloading).config, config)
     if "unforeseen" not in found:
         blocks = offloading.cache.blocks_per_chunk
+        num_parts = 1 if offloading.replicated_layout else offloading.parallel.world_size
         found["chunk"] = {
-            "bytes": offloading.worker_kv_bytes_per_block * blocks,
+            "bytes": offloading.worker_kv_bytes_per_block * num_parts * blocks,
             "tokens": offloading.groups[0].tokens_per_block * blocks,
         }
 
