@@ -29,10 +29,10 @@ def config(
     return RegionConfig(engine_id, num_ranks, total_bytes, identity, directory)
 
 
-def join(wanted: RegionConfig, role: Any, deadline_s: float = 60.0) -> Region:
+def join(wanted: RegionConfig, role: Any, deadline_s: float = 60.0, *, note: bytes = b"") -> Region:
     sizes = None if role == "scheduler" else (4096 * (role + 1), 512)
     return Region.join(
-        wanted, role=role, chunk_bytes=sizes, deadline_s=deadline_s, clock=SystemClock()
+        wanted, role=role, chunk_bytes=sizes, note=note, deadline_s=deadline_s, clock=SystemClock()
     )
 
 

@@ -304,6 +304,23 @@ def test_reports_while_the_scheduler_takes_are_neither_lost_nor_invented(directo
     rank.close()
 
 
+def test_ranks_say_something_of_themselves_to_all(directory: Path) -> None:
+    """Whole or not at all: a rank's note is read by everybody once all have joined."""
+    wanted, longest = config(directory, num_ranks=2), bytes(range(256)) * 31
+    with pytest.raises(ConfigError, match="length of a rank's note is 8185"):
+        join(wanted, 0, note=bytes(8185))
+    first, second = join(wanted, 0, note=longest), join(wanted, 1, note=b"")
+    with pytest.raises(Bug, match="before wait_joined"):
+        first.notes()
+    scheduler = join(wanted, "scheduler")
+    for region in (scheduler, first, second):
+        region.wait_joined(60)
+        assert region.notes() == (longest, b"")
+        region.close()
+        with pytest.raises(TierClosed):
+            region.notes()
+
+
 def test_an_entry_that_is_not_visible_yet_counts_as_unknown() -> None:
     """A counter seen before its entry (weakly ordered memory) never yields a wrong store."""
     shape = RegionShape(1, 4096)

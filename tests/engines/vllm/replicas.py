@@ -282,3 +282,75 @@ class Replica:
             (result,) = rank.get_finished()
             copied.append(result.transfer_size)
         return copied
+
+
+def block_ids(count: int, seed: int) -> list[int]:
+    return (np.random.default_rng(seed).permutation(23)[:count] + 1).tolist()
+
+
+def whole_chunk(whole: Any, index: int, blocks: list[int | None]) -> bytes:
+    """The chunk as one rank would have it: layer by layer, block by block; zeros for none."""
+    return b"".join(
+        bytes(layer[0].nbytes) if block is None else layer[block].tobytes()
+        for layer in whole[index]
+        for block in blocks
+    )
+
+
+def ranks_chunk(replica: Replica, whole: Any, index: int, blocks: list[int | None]) -> bytes:
+    """The chunk as all ranks' bytes side by side."""
+    parts = []
+    for rank in range(replica.sizes.world):
+        pages = [b and replica.expected(rank, whole, index, b) for b in blocks]
+        sizes = [len(page) for page in replica.expected(rank, whole, index, 1)]
+        parts += [
+            page[n] if page else bytes(size) for n, size in enumerate(sizes) for page in pages
+        ]
+    return b"".join(parts)
+
+
+def round_trip(replica: Replica, seed: int) -> dict[tuple[int, int], bytes]:
+    """Store and load under one topology; the stored chunks."""
+    bpc, stored = replica.bpc, {}
+    for index in range(len(replica.groups)):
+        whole = replica.fill(seed)
+        replica.region[...] = 0xAA
+        position = min(1, bpc - 1)
+        blocks = block_ids(3 * bpc - position, seed + index)
+        slots = [5, 2, 9]
+        copied = replica.store(index, blocks, bpc + position, slots)
+        filled = [None] * position + blocks
+        for number, slot in enumerate(slots):
+            mine = filled[number * bpc : (number + 1) * bpc]
+            expected = (
+                ranks_chunk(replica, whole, index, mine)
+                if replica.stored == "direct"
+                else whole_chunk(whole, index, mine)
+            )
+            assert replica.chunk(index, slot).tobytes() == expected
+            stored[index, number] = expected
+            after = replica.region[slot * replica.slot_bytes :][: replica.slot_bytes]
+            assert set(after[replica.payload[index] :].tolist()) <= {0xAA}
+        # Each byte was written once, by whoever's turn it was.
+        assert sum(copied) == len(blocks) * replica.payload[index] // bpc
+        load_and_check(replica, whole, index, filled, bpc, slots)
+    return stored
+
+
+def load_and_check(
+    replica: Replica, whole: Any, index: int, filled: list[Any], bpc: int, slots: list[int]
+) -> None:
+    """Load into other blocks, the first and the last chunk in part; nothing else changes."""
+    before = replica.fill(999)
+    first = max(1, bpc // 2) if bpc > 1 else 0
+    count = len(filled) - first - max(0, bpc - 2)
+    targets = [b + 1 if b + 1 < 24 else 1 for b in block_ids(count, 77)]
+    replica.load(index, targets, bpc + first, slots)
+    for rank in range(replica.sizes.world):
+        for block in range(24):
+            now = replica.got(rank, index, block)
+            if block in targets:
+                source = filled[first + targets.index(block)]
+                assert now == replica.expected(rank, whole, index, source)
+            else:
+                assert now == replica.expected(rank, before, index, block)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from kv_fixtures import kv_caches
+from replicas import Layers, Replica, Sizes, round_trip
 from rig import running
 from shapes import prompt
 
@@ -137,6 +138,24 @@ def test_a_worker_that_cannot_be_made_leaves_nothing_registered(devices: Any) ->
             clock=SystemClock(),
         )
     assert Driver.held == set()
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes", "stored"),
+    [
+        (Layers(3, 8, 8), Sizes(tp=2), "canonical"),
+        (Layers(3, 0, 24), Sizes(tp=2), "replicated"),
+        (Layers(3, 8, 8), Sizes(tp=2, pcp=2), "direct"),
+    ],
+)
+def test_devices_of_several_ranks_copy_their_parts(
+    devices: Any, layers: Layers, sizes: Sizes, stored: str
+) -> None:
+    """Each rank's device has its own copies; together they are the chunk, as on processors."""
+    with Replica((layers,), sizes, bpc=3) as replica:
+        assert replica.stored == stored
+        round_trip(replica, 8)
+        assert len(devices) == sizes.world
 
 
 def test_an_engine_on_a_device_gets_its_bytes_back(devices: Any) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import Layers, Replica, Sizes
+from replicas import Layers, Replica, Sizes, block_ids, round_trip
 
 from undercroft.keys import first_difference
 
@@ -32,78 +32,6 @@ def _topologies(model: str) -> list[Sizes]:
     return found
 
 
-def _block_ids(count: int, seed: int) -> list[int]:
-    return (np.random.default_rng(seed).permutation(23)[:count] + 1).tolist()
-
-
-def _whole_chunk(whole: Any, index: int, blocks: list[int | None]) -> bytes:
-    """The chunk as one rank would have it: layer by layer, block by block; zeros for none."""
-    return b"".join(
-        bytes(layer[0].nbytes) if block is None else layer[block].tobytes()
-        for layer in whole[index]
-        for block in blocks
-    )
-
-
-def _ranks_chunk(replica: Replica, whole: Any, index: int, blocks: list[int | None]) -> bytes:
-    """The chunk as all ranks' bytes side by side."""
-    parts = []
-    for rank in range(replica.sizes.world):
-        pages = [b and replica.expected(rank, whole, index, b) for b in blocks]
-        sizes = [len(page) for page in replica.expected(rank, whole, index, 1)]
-        parts += [
-            page[n] if page else bytes(size) for n, size in enumerate(sizes) for page in pages
-        ]
-    return b"".join(parts)
-
-
-def _round_trip(replica: Replica, seed: int) -> dict[tuple[int, int], bytes]:
-    """Store and load under one topology; the stored chunks."""
-    bpc, stored = replica.bpc, {}
-    for index in range(len(replica.groups)):
-        whole = replica.fill(seed)
-        replica.region[...] = 0xAA
-        position = min(1, bpc - 1)
-        blocks = _block_ids(3 * bpc - position, seed + index)
-        slots = [5, 2, 9]
-        copied = replica.store(index, blocks, bpc + position, slots)
-        filled = [None] * position + blocks
-        for number, slot in enumerate(slots):
-            mine = filled[number * bpc : (number + 1) * bpc]
-            expected = (
-                _ranks_chunk(replica, whole, index, mine)
-                if replica.stored == "direct"
-                else _whole_chunk(whole, index, mine)
-            )
-            assert replica.chunk(index, slot).tobytes() == expected
-            stored[index, number] = expected
-            after = replica.region[slot * replica.slot_bytes :][: replica.slot_bytes]
-            assert set(after[replica.payload[index] :].tolist()) <= {0xAA}
-        # Each byte was written once, by whoever's turn it was.
-        assert sum(copied) == len(blocks) * replica.payload[index] // bpc
-        _load_and_check(replica, whole, index, filled, bpc, slots)
-    return stored
-
-
-def _load_and_check(
-    replica: Replica, whole: Any, index: int, filled: list[Any], bpc: int, slots: list[int]
-) -> None:
-    """Load into other blocks, the first and the last chunk in part; nothing else changes."""
-    before = replica.fill(999)
-    first = max(1, bpc // 2) if bpc > 1 else 0
-    count = len(filled) - first - max(0, bpc - 2)
-    targets = [b + 1 if b + 1 < 24 else 1 for b in _block_ids(count, 77)]
-    replica.load(index, targets, bpc + first, slots)
-    for rank in range(replica.sizes.world):
-        for block in range(24):
-            now = replica.got(rank, index, block)
-            if block in targets:
-                source = filled[first + targets.index(block)]
-                assert now == replica.expected(rank, whole, index, source)
-            else:
-                assert now == replica.expected(rank, before, index, block)
-
-
 @pytest.mark.parametrize("asked", [False, True], ids=["as it is", "canonical"])
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_portable_is_the_unsharded_bytes_and_the_rest_never_meets(
@@ -114,7 +42,7 @@ def test_what_is_portable_is_the_unsharded_bytes_and_the_rest_never_meets(
     seen: list[tuple[Sizes, Any, Any, str]] = []
     for sizes in _topologies(model):
         with Replica(groups, sizes, bpc=bpc, canonical_layout=asked) as replica:
-            stored = _round_trip(replica, 5)
+            stored = round_trip(replica, 5)
             for other, namespace, chunks, how in seen:
                 if namespace == replica.namespace:
                     assert (how, chunks) == (replica.stored, stored), (sizes, other)
@@ -129,7 +57,7 @@ def test_what_is_portable_is_the_unsharded_bytes_and_the_rest_never_meets(
                         data = chunks[index, 2]
                         replica.chunk(index, 3)[...] = np.frombuffer(data, np.uint8)
                         position = min(1, bpc - 1)
-                        source = _block_ids(3 * bpc - position, 5 + index)[-bpc:]
+                        source = block_ids(3 * bpc - position, 5 + index)[-bpc:]
                         replica.fill(6)
                         replica.load(index, list(range(1, bpc + 1)), 0, [3])
                         for rank in range(sizes.world):
