@@ -10,6 +10,8 @@ from tests.engines.vllm.e2e.conftest import offload
 from tests.engines.vllm.lab.engine import prompt
 from tests.engines.vllm.lab.topologies import PHASES, run
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [prompt(650, seed=1), prompt(650, seed=2, shared=320), prompt(330, seed=3, shared=320)]
 
 
