@@ -18,7 +18,7 @@ from undercroft.keys import Namespace
 
 __all__ = ["MANIFEST_FORMAT", "EngineFacts", "KeyHash", "key_hash", "namespace"]
 
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
 """Raised when a field is added to the manifest, renamed, or changes its meaning."""
 
 _NOT_COLLISION_RESISTANT = ("xxhash", "xxhash_cbor")
@@ -52,6 +52,8 @@ class EngineFacts:
         model: More about the model as JSON data, where the adapter can see it: quantization,
             rope, sliding windows, attention backend.
         adapters: Fingerprints of adapters (LoRA) that keys know by name only, by that name.
+        settled_extras: Extras of the configuration, by dotted path, that stay out because `model`
+            says what of them decides bytes.
     """
 
     name: str
@@ -61,6 +63,7 @@ class EngineFacts:
     key_hash: KeyHash
     model: Mapping[str, Any] = field(default_factory=dict)
     adapters: Mapping[str, Fingerprint] = field(default_factory=dict)
+    settled_extras: frozenset[str] = frozenset()
 
 
 def key_hash(algorithm: str | None, environ: Mapping[str, str]) -> KeyHash:
@@ -115,7 +118,9 @@ def namespace(engine: EngineConfig, fingerprint: Fingerprint, facts: EngineFacts
         },
         "topology": _topology(config),
         "hash": {"algorithm": facts.key_hash.algorithm, "seed": facts.key_hash.seed},
-        "extras": dict(engine.extras),
+        "extras": {
+            name: value for name, value in engine.extras.items() if name not in facts.settled_extras
+        },
     }
     return Namespace(manifest)
 
