@@ -63,6 +63,9 @@ OTHERS = {
     "random weights": engine(load_format="dummy"),
     "backend": engine(layers={"l": layer("FLASH_ATTN")}),
     "adapters' type": engine(lora_config=SimpleNamespace(lora_dtype=torch.float16)),
+    "adapters of the tower": engine(
+        lora_config=SimpleNamespace(lora_dtype="auto", enable_tower_connector_lora=True)
+    ),
     "runner": engine(use_v2_model_runner=True),
     "weights that change": engine(weight_transfer_config=object()),
     "transformers": engine(model={"using_transformers_backend": lambda: True}),

@@ -45,6 +45,7 @@ _NOT_ABOUT_BYTES = {
 }
 """Of a model's own configuration; the type that counts is the engine's."""
 _MAX_SHOWN = 48
+_SWITCHES = {"parallel_drafting", "use_heterogeneous_vocab", "disable_eagle_block_drop"}
 _CONTEXT_ROPES = ("longrope", "dynamic", '"su"')
 
 
@@ -302,9 +303,13 @@ def model_facts(config: VllmConfig | None, environ: Mapping[str, str]) -> dict[s
 def _tidy_speculative(
     facts: dict[str, Any], config: VllmConfig, environ: Mapping[str, str]
 ) -> None:
-    speculative = facts.get("speculative")
-    if speculative is None:
+    found = facts.get("speculative")
+    if found is None:
         return
+    # So that the method is the first difference to an engine without.
+    off = (name for name, value in found.items() if value is False and name in _SWITCHES)
+    speculative = {name: found[name] for name in found.keys() - off}
+    facts["speculative"] = speculative
     draft = getattr(config.speculative_config, "draft_model_config", None)
     if draft is not None:
         own = speculative.get("draft_model", {}) | _model(draft)
@@ -316,9 +321,15 @@ def _tidy_speculative(
 
 
 def _tidy_lora(facts: dict[str, Any], config: VllmConfig) -> None:
-    dtype = getattr(getattr(config, "lora_config", None), "lora_dtype", None)
+    """An engine that may have adapters shares what it computes without."""
+    lora = getattr(config, "lora_config", None)
+    found: dict[str, Any] = facts.get("lora", {})
+    dtype = getattr(lora, "lora_dtype", None)
     if dtype not in (None, "auto", config.model_config.dtype):
-        facts["lora"] = {**facts.get("lora", {}), "lora_dtype": _plain(dtype)}
+        found = found | {"lora_dtype": _plain(dtype)}
+    if getattr(lora, "enable_tower_connector_lora", False):
+        found = found | {"enable_tower_connector_lora": True}
+    facts["lora"] = found
 
 
 # --- from a rank to the scheduler -----------------------------------------------------------------

@@ -253,11 +253,16 @@ _LORA = Room(
     "LoRAConfig",
     takes=_each(
         {
-            "target_modules default_mm_loras enable_tower_connector_lora": "which layers an "
-            "adapter changes, and for which requests",
+            "target_modules default_mm_loras": "which layers an adapter changes, and for which "
+            "requests",
         }
     ),
-    by_hand=_each({"lora_dtype": "where it is not the model's"}),
+    by_hand=_each(
+        {
+            "lora_dtype": "where it is not the model's",
+            "enable_tower_connector_lora": "where it is on",
+        }
+    ),
     leaves=_each(
         {
             "max_lora_rank max_loras max_cpu_loras max_lora_cls_labels": _SIZES,
