@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from undercroft.keys import Namespace
+from undercroft.keys import Namespace, first_difference
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
@@ -86,3 +86,11 @@ def test_what_json_cannot_say_is_refused() -> None:
         _ = Namespace({"scale": float("nan")}).text
     with pytest.raises(TypeError):
         _ = Namespace({"model": object()}).text
+
+
+def test_a_difference_names_the_innermost_field() -> None:
+    """Also where one side lacks everything round it; an empty mapping is not an absent one."""
+    whole, bare = Namespace({"a": {"b": {"c": 1}}}), Namespace({})
+    assert first_difference(whole, bare) == "a.b.c: 1 here, absent there"
+    assert first_difference(bare, whole) == "a.b.c: absent here, 1 there"
+    assert first_difference(Namespace({"a": {}}), bare) == "a: {} here, absent there"

@@ -55,6 +55,10 @@ def first_difference(a: Namespace, b: Namespace) -> str | None:
 
 
 def _differences(path: str, a: object, b: object) -> Iterator[str]:
+    if a is _ABSENT and isinstance(b, Mapping) and b:
+        a = {}
+    elif b is _ABSENT and isinstance(a, Mapping) and a:
+        b = {}
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in [*a, *(key for key in b if key not in a)]:
             below = f"{path}.{key}" if path else str(key)

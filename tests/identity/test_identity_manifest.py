@@ -268,3 +268,17 @@ def test_key_hash_knows_which_seeds_last() -> None:
         note = key_hash(algorithm, {}).note
         assert note is not None
         assert "PYTHONHASHSEED" in note
+
+
+def test_extras_whose_bytes_the_facts_tell_stay_out() -> None:
+    """What an adapter has settled makes no difference; what it has not still does."""
+    facts = dataclasses.replace(FACTS, settled_extras=frozenset({"model.max_model_len"}))
+    one, other = (
+        namespace(EngineConfig(CONFIG, {"model.max_model_len": n}), WEIGHTS, facts)
+        for n in (4096, 8192)
+    )
+    assert one == other
+    unknown = EngineConfig(CONFIG, {"model.max_model_len": 4096, "cache.new": 1})
+    assert first_difference(namespace(unknown, WEIGHTS, facts), one) == (
+        "extras.cache.new: 1 here, absent there"
+    )

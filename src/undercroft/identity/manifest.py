@@ -55,6 +55,8 @@ class EngineFacts:
         model: More about the model as JSON data, where the adapter can see it: quantization,
             rope, sliding windows, attention backend.
         adapters: Fingerprints of adapters (LoRA) that keys know by name only, by that name.
+        settled_extras: Extras of the configuration, by dotted path, that stay out because `model`
+            says what of them decides bytes.
     """
 
     name: str
@@ -66,6 +68,7 @@ class EngineFacts:
     layer_names: Mapping[int, Sequence[str]] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     adapters: Mapping[str, Fingerprint] = field(default_factory=dict)
+    settled_extras: frozenset[str] = frozenset()
 
 
 def key_hash(algorithm: str | None, environ: Mapping[str, str]) -> KeyHash:
@@ -118,7 +121,9 @@ def namespace(engine: EngineConfig, fingerprint: Fingerprint, facts: EngineFacts
         },
         "topology": _topology(config) if facts.stored_layout == "direct" else {},
         "hash": {"algorithm": facts.key_hash.algorithm, "seed": facts.key_hash.seed},
-        "extras": dict(engine.extras),
+        "extras": {
+            name: value for name, value in engine.extras.items() if name not in facts.settled_extras
+        },
     }
     return Namespace(manifest)
 

@@ -25,6 +25,7 @@ with warnings.catch_warnings():
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
     )
 
+from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -74,6 +75,7 @@ class Rig:
         events: bool = False,
         layout: str = "LBHNC",
         connector: Any = None,
+        current: Any = None,
         **changes: Any,
     ) -> None:
         init_none_hash(sha256)
@@ -98,7 +100,8 @@ class Rig:
         self.on_worker = make(self.config, KVConnectorRole.WORKER, self.cache)
         self.on_scheduler: Any = None
         try:
-            self.on_worker.register_kv_caches(self.tensors)
+            with set_current_vllm_config(current or self.config):  # as vLLM's worker does
+                self.on_worker.register_kv_caches(self.tensors)
             self.on_scheduler = make(self.config, KVConnectorRole.SCHEDULER, self.cache)
         except BaseException:
             self.close()

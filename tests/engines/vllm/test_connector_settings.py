@@ -51,14 +51,15 @@ def test_the_policy_for_failed_loads_is_set_where_the_scheduler_reads_it():
         assert not hasattr(rig.config.kv_transfer_config, "kv_load_failure_policy")
 
 
-def test_facts_come_from_the_engine_s_configuration():
-    """Two models that differ in them share nothing, and nothing is left in the region."""
-    with running(HOST, connector=UndercroftConnector) as rig:
-        manager = rig.manager
-        assert manager.hierarchy is not None
-        assert rig.on_worker.connector_worker.spec._facts == {}
-        facts = rig.on_scheduler._vllm_config.kv_transfer_config.kv_connector_extra_config
-        assert facts["_undercroft_model_facts"]["cache"]["cache_dtype"] == "auto"
+def test_both_ways_of_naming_us_lead_to_the_same_chunks(tmp_path):
+    """What decides bytes comes from rank 0, whichever connector it runs under."""
+    disk = {**HOST, "tiers": [{"type": "disk", "path": str(tmp_path), "capacity": "64MiB"}]}
+    with running(disk, engine_id="plain") as rig:
+        assert rig.run(prompt(1, 160)).num_hit_tokens == 0
+    with running(disk, engine_id="connected", connector=UndercroftConnector) as rig:
+        assert rig.run(prompt(1, 160)).num_hit_tokens == 160
+        found = rig.hierarchy.levels[0].tier.namespace.manifest["model"]["facts"]
+        assert found["cache"]["cache_dtype"] == "auto"
 
 
 def test_reports_of_several_ranks_add_up():

@@ -1,11 +1,14 @@
 """What vLLM's offloading configuration does not say, and yet decides the bytes of KV cache."""
 
 import json
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from undercroft.engines.vllm.facts import leave_facts, model_facts, take_facts
+from undercroft.engines.vllm import facts
+from undercroft.engines.vllm.facts import leave_facts, take_facts
 from undercroft.errors import ConfigError
 
 
@@ -21,41 +24,77 @@ class HfConfig:
         return self.fields
 
 
-def engine(hf=None, *, model=(), cache=(), speculative=None, load_format="auto"):
+def engine(hf=None, *, model=(), load_format="auto", layers=(), text=None, **more):
+    hf_config = HfConfig(**(hf or {}))
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            hf_text_config=HfConfig(**(hf or {})),
-            **{"dtype": "bfloat16", "quantization": None, "revision": None, **dict(model)},
+            hf_config=hf_config,
+            hf_text_config=HfConfig(**text) if text else hf_config,
+            **{"model": "m", "dtype": torch.bfloat16, "revision": None, **dict(model)},
         ),
-        cache_config=SimpleNamespace(**{"cache_dtype": "auto", **dict(cache)}),
-        speculative_config=speculative,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
         load_config=SimpleNamespace(load_format=load_format),
+        compilation_config=SimpleNamespace(static_forward_context=dict(layers)),
+        **{"speculative_config": None, **more},
     )
+
+
+def model_facts(config, environ=()):
+    return facts.model_facts(config, dict(environ))
+
+
+def layer(backend, **more):
+    return SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend), **more)
+
+
+def drafting(path, method="eagle", **more):
+    draft = SimpleNamespace(
+        model=str(path), hf_config=HfConfig(), hf_text_config=HfConfig(), **more
+    )
+    return engine(speculative_config=SimpleNamespace(method=method, draft_model_config=draft))
 
 
 OTHERS = {
     "rope scaling": engine({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}),
-    "sliding window": engine({"sliding_window": 128}),
-    "quantization": engine(model={"quantization": "fp8"}),
-    "model dtype": engine(model={"dtype": "float16"}),
-    "revision": engine(model={"revision": "abc"}),
-    "KV dtype": engine(cache={"cache_dtype": "fp8"}),
-    "drafter": engine(speculative=SimpleNamespace(method="eagle", model="d")),
+    "of the text part": engine(text={"sliding_window": 128}),
+    "nested": engine({"vision_config": {"num_hidden_layers": 3}}),
+    "drafter": drafting("/nowhere"),
+    "n-gram": engine(speculative_config=SimpleNamespace(method="ngram")),
     "random weights": engine(load_format="dummy"),
+    "backend": engine(layers={"l": layer("FLASH_ATTN")}),
+    "adapters' type": engine(lora_config=SimpleNamespace(lora_dtype=torch.float16)),
+    "adapters of the tower": engine(
+        lora_config=SimpleNamespace(lora_dtype="auto", enable_tower_connector_lora=True)
+    ),
+    "runner": engine(use_v2_model_runner=True),
+    "weights that change": engine(weight_transfer_config=object()),
+    "transformers": engine(model={"using_transformers_backend": lambda: True}),
 }
 LONG_ROPE = {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_changes_the_bytes_changes_the_facts(name):
-    """An override of rope scaling, a quantization, a KV dtype, ...: other chunks."""
+    """An override of rope scaling, a drafter, another backend, ...: other chunks."""
     assert model_facts(OTHERS[name]) != model_facts(engine())
 
 
 def test_what_does_not_is_left_out():
     """The same model saved by another version of transformers is the same model."""
     assert model_facts(engine({"transformers_version": "6.0"})) == model_facts(engine())
-    assert model_facts(None) == {}
+    nested = [engine({"text_config": {"transformers_version": v}}) for v in ("5.0", "6.0")]
+    assert model_facts(nested[0]) == model_facts(nested[1])
+    same = engine(lora_config=SimpleNamespace(lora_dtype=torch.bfloat16, max_loras=4))
+    assert model_facts(same) == model_facts(engine())
+
+
+@pytest.mark.parametrize(
+    "config", [None, engine(weight_transfer_config=object())], ids=["unknown", "replaced weights"]
+)
+def test_where_nothing_can_be_known_nothing_is_shared(config, caplog):
+    """Two starts of the same engine differ, and each says so."""
+    assert model_facts(config) != model_facts(config)
+    assert "after a restart" in caplog.text or "found later" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -64,6 +103,8 @@ def test_what_does_not_is_left_out():
         ({}, False),
         (LONG_ROPE, True),
         ({"rope_scaling": {"type": "LongRope"}}, True),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, True),
+        ({"rope_scaling": {"type": "su"}}, True),
         ({"model_type": "llama4_text"}, True),
     ],
 )
@@ -80,20 +121,123 @@ def test_random_weights_of_one_seed_are_the_same():
     assert model_facts(engine(load_format="safetensors")) == model_facts(engine())
 
 
-def test_facts_are_json_and_short():
-    """They end up in a manifest that people read."""
-    facts = model_facts(engine({"long": list(range(10_000))}))
-    assert len(json.dumps(facts)) < 2_000
+def test_a_drafter_is_known_by_its_files(tmp_path):
+    """Its pages lie in the same chunks: the same path with other weights is another drafter."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"one")
+    one = model_facts(drafting(tmp_path))
+    assert model_facts(drafting(tmp_path)) == one
+    weights.write_bytes(b"two")
+    assert model_facts(drafting(tmp_path)) != one
 
 
-def test_facts_leave_no_trace_in_the_region(monkeypatch):
+def test_a_drafter_of_random_weights_is_known_by_its_seed(tmp_path):
+    """As the model."""
+    one, other = (drafting(tmp_path, seed=n) for n in (0, 1))
+    assert model_facts(one) == model_facts(other)
+    for config in (one, other):
+        config.load_config.load_format = "dummy"
+        config.model_config.seed = 5
+    assert model_facts(one) != model_facts(other)
+
+
+def test_a_method_without_a_drafter_says_the_model_once():
+    """vLLM then names the model as its own drafter."""
+    config = engine(speculative_config=SimpleNamespace(method="ngram"))
+    config.speculative_config.draft_model_config = config.model_config
+    assert model_facts(config)["speculative"] == {"method": "ngram"}
+
+
+def test_layers_tell_what_they_chose():
+    """Backends, element types and the order of elements on a CPU; layers without pages do not."""
+
+    class Nameless:
+        @staticmethod
+        def get_name():
+            raise NotImplementedError
+
+    layers = {
+        "0": layer("CPU_ATTN", kv_cache_dtype="auto", isa="vec"),
+        "1": layer("CPU_ATTN", kv_cache_dtype="auto", isa="vec"),
+        "2": SimpleNamespace(get_attn_backend=lambda: Nameless),
+        "3": SimpleNamespace(),
+    }
+    found = model_facts(engine(layers=layers))
+    name = f"{__name__}.{Nameless.__qualname__}"
+    both = " ".join(sorted(["CPU_ATTN", name]))
+    assert found["layers"] == {"backend": both, "kv_cache_dtype": "auto", "isa": "vec"}
+    assert "amx" not in found["device"]
+    assert "amx" in model_facts(engine())["device"]
+    layers["1"] = layer("CPU_ATTN", kv_cache_dtype="auto", isa="amx")
+    assert model_facts(engine(layers=layers)) != found
+
+
+@dataclass
+class Later:
+    """A configuration object as a later vLLM has it."""
+
+    cache_dtype: str = "auto"
+    invented: int = 7
+    rounding: dict = field(default_factory=dict)
+
+
+def test_a_field_of_a_later_version_counts_where_it_is_not_at_its_default(caplog):
+    """It keeps chunks apart, and is named; at its default it does neither."""
+    plain = engine()
+    later = engine()
+    later.cache_config = Later()
+    assert model_facts(later) == model_facts(plain)
+    assert not caplog.records
+    later.cache_config = Later(invented=8, rounding={"mode": "up"})
+    assert model_facts(later)["unjudged"] == {
+        "cache_config.invented": 8,
+        "cache_config.rounding": {"mode": "up"},
+    }
+    assert "cache_config.invented, cache_config.rounding" in caplog.text
+
+
+def test_values_that_may_be_secret_are_digests():
+    """Manifests lie readable beside the chunks."""
+    config = engine()
+    config.load_config.model_loader_extra_config = {"s3_secret_access_key": "hunter2"}
+    found = model_facts(config)
+    assert found != model_facts(engine())
+    assert "hunter2" not in json.dumps(found)
+
+
+def test_the_environment_counts_where_it_is_judged_to():
+    """Precision does; logging does not."""
+    plain = model_facts(engine())
+    assert model_facts(engine(), {"VLLM_LOGGING_LEVEL": "DEBUG"}) == plain
+    found = model_facts(engine(), {"VLLM_FLOAT32_MATMUL_PRECISION": "high"})
+    assert found["environment"] == {"VLLM_FLOAT32_MATMUL_PRECISION": "high"}
+
+
+def test_values_become_short_json():
+    """Numbers that JSON lacks, sets, classes, paths: equal for equal values, and readable."""
+    odd = {"nan": float("inf"), "set": {"b", "a"}, "class": HfConfig, "type": torch.float8_e4m3fn}
+    assert (
+        model_facts(engine(odd))["model"]["hf_config"]
+        | {
+            "nan": "inf",
+            "set": ["a", "b"],
+            "class": f"{__name__}.HfConfig",
+            "type": "float8_e4m3fn",
+        }
+        == model_facts(engine(odd))["model"]["hf_config"]
+    )
+    found = model_facts(engine({"long": list(range(10_000)), "text": "x" * 10_000}))
+    assert len(json.dumps(found, allow_nan=False)) < 2_000
+
+
+def test_facts_leave_no_trace_in_the_region():
     """The scheduler reads what the rank left, and slots begin empty."""
-    monkeypatch.setattr("undercroft.engines.vllm.facts.get_current_vllm_config_or_none", engine)
     region = memoryview(bytearray(1 << 16))
-    leave_facts(region)
-    assert take_facts(region) == json.loads(json.dumps(model_facts(engine())))
+    found = model_facts(engine())
+    leave_facts(region, found)
+    assert take_facts(region) == json.loads(json.dumps(found))
     assert bytes(region) == bytes(1 << 16)
     with pytest.raises(ConfigError, match="left no facts"):
         take_facts(region)
     with pytest.raises(ConfigError, match=r"host is 4096 bytes, but \d+ bytes are needed"):
-        leave_facts(memoryview(bytearray(4096)))
+        leave_facts(memoryview(bytearray(4096)), found)

@@ -49,6 +49,7 @@ LEAVE_IT = {
     "batching": ["--max-num-batched-tokens", "2048", "--max-num-seqs", "7"],
     "names": ["--served-model-name", "x", "--port", "9"],
     "longest prompt": ["--max-model-len", "4096"],
+    "backend that is chosen anyway": ["--attention-backend", "CPU_ATTN"],
 }
 CHANGE_IT = {
     "dtype": ["--dtype", "float16"],
@@ -56,7 +57,6 @@ CHANGE_IT = {
     "quantization": ["--quantization", "fp8"],
     "revision": ["--revision", "abc"],
     "overrides": ["--hf-overrides", '{"sliding_window": 128}'],
-    "backend": ["--attention-backend", "CPU_ATTN"],
     "hashes": ["--prefix-caching-hash-algo", "xxhash"],
     "random weights": ["--load-format", "dummy"],
 }
@@ -67,7 +67,7 @@ def test_which_options_of_vllm_leave_the_cache_valid(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
 
     def facts(words=()):
-        return model_facts(preview._config([str(tmp_path), *words]))
+        return model_facts(preview._config([str(tmp_path), *words]), {})
 
     plain = facts()
     assert [name for name, words in LEAVE_IT.items() if facts(words) != plain] == []

@@ -1,13 +1,12 @@
 """The spec and the manager behind `UndercroftConnector`: what the plain ones cannot know.
 
-Stock's connector hides the engine's configuration, its queue, the adapters of its requests, and
-which loads failed. Ours hands them on.
+Stock's connector hides the engine's queue, the adapters of its requests, and which loads failed.
+Ours hands them on.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,19 +20,14 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     TierFilter,
 )
-from vllm.v1.kv_offload.config import OffloadingConfig
 
 from undercroft.engines.vllm.adapters import AdapterTag, untagged
 from undercroft.engines.vllm.manager import UndercroftManager, safe
 from undercroft.engines.vllm.spec import UndercroftSpec
-from undercroft.hierarchy.region import Region
 from undercroft.hierarchy.request import Request
 from undercroft.keys import ChunkKey
 
-__all__ = ["FACTS_KEY", "ConnectedManager", "ConnectedSpec"]
-
-FACTS_KEY = "_undercroft_model_facts"
-"""Where in the extra configuration the connector puts what it knows of the model."""
+__all__ = ["ConnectedManager", "ConnectedSpec"]
 
 
 class ConnectedManager(UndercroftManager):
@@ -146,16 +140,3 @@ class ConnectedSpec(UndercroftSpec):
 
     _manager_class = ConnectedManager
     _tells_failed_loads = True
-
-    def __init__(self, config: OffloadingConfig) -> None:
-        extra = dict(config.extra_config)
-        self._facts: Mapping[str, Any] = extra.pop(FACTS_KEY, {})
-        super().__init__(dataclasses.replace(config, extra_config=extra))
-
-    @override
-    def _leave_facts(self, region: Region) -> None:
-        """The scheduler's side needs none: it was given them."""
-
-    @override
-    def _model_facts(self, region: Region) -> Mapping[str, Any]:
-        return self._facts

@@ -1,9 +1,8 @@
 """What vLLM loads instead of its own `OffloadingConnector`: `kv_connector: UndercroftConnector`.
 
-Everything but four things is inherited. The model's whole configuration goes to the scheduler's
-side directly, the content of LoRA adapters into the keys. A load that fails is recomputed: the
-worker names the chunks, the scheduler drops them and asks again. And requests that queue behind
-others have their chunks read from lower levels meanwhile.
+Everything but three things is inherited. The content of LoRA adapters goes into the keys. A load
+that fails is recomputed: the worker names the chunks, the scheduler drops them and asks again. And
+requests that queue behind others have their chunks read from lower levels meanwhile.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from undercroft.engines.vllm.adapters import Adapters
-from undercroft.engines.vllm.connected import FACTS_KEY, ConnectedManager, ConnectedSpec
-from undercroft.engines.vllm.facts import model_facts
+from undercroft.engines.vllm.connected import ConnectedManager, ConnectedSpec
 from undercroft.errors import ConfigError, KvError
 
 __all__ = ["UndercroftConnector"]
@@ -73,7 +71,7 @@ class _WorkerReport(OffloadingWorkerMetadata):  # type: ignore[misc] # untyped h
         return _WorkerReport(both.completed_jobs, both.transfer_stats, failed)
 
 
-def _filled_in(config: VllmConfig, **more: object) -> VllmConfig:
+def _filled_in(config: VllmConfig) -> VllmConfig:
     """A shallow copy of the engine's configuration that names our spec.
 
     Raises:
@@ -87,7 +85,7 @@ def _filled_in(config: VllmConfig, **more: object) -> VllmConfig:
             "spec_name and spec_module_path out"
         )
     given |= {"spec_name": ConnectedSpec.__name__, "spec_module_path": ConnectedSpec.__module__}
-    transfer.kv_connector_extra_config = given | more
+    transfer.kv_connector_extra_config = given
     filled = copy.copy(config)
     filled.kv_transfer_config = transfer
     return filled
@@ -103,13 +101,11 @@ class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        more: dict[str, object] = {}
         if role == KVConnectorRole.SCHEDULER:
-            more[FACTS_KEY] = model_facts(vllm_config)
             # The scheduler reads it after it has made its connector. Its default would end a
             # request with an error when a load fails.
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
-        super().__init__(_filled_in(vllm_config, **more), role, kv_cache_config)
+        super().__init__(_filled_in(vllm_config), role, kv_cache_config)
         # The worker's side.
         self._load_requests: dict[int, str] = {}
         self._failed_loads: dict[str, tuple[int, ...]] = {}

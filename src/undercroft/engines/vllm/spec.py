@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -35,7 +36,7 @@ from undercroft.config import EngineConfig, from_engine, to_json
 from undercroft.engines.accelerator.numa import prefer_nodes
 from undercroft.engines.assemble import Geometry, assemble, check_plugins
 from undercroft.engines.start_line import start_line
-from undercroft.engines.vllm.facts import leave_facts, take_facts
+from undercroft.engines.vllm.facts import leave_facts, model_facts, take_facts
 from undercroft.engines.vllm.hosts import check_one_host
 from undercroft.engines.vllm.log_lines import log_where_vllm_logs
 from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, group_key
@@ -58,6 +59,8 @@ __all__ = ["UndercroftSpec"]
 _LOG = logging.getLogger(__name__)
 _KV_FORMAT = 1
 """Raised when the bytes this adapter stores for a chunk change."""
+_SETTLED_EXTRAS = frozenset({"model.max_model_len"})
+"""What later versions of vLLM tell and `facts` takes in where it decides bytes."""
 
 
 class _RegionWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
@@ -200,7 +203,9 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             )
         try:
             if config.parallel.rank == 0:
-                self._leave_facts(region)
+                # Stock shows a spec the model's name and dtype only: a rank knows the rest.
+                found = model_facts(get_current_vllm_config_or_none(), os.environ)
+                leave_facts(region.buffer, found)
             worker = platform.make_worker(
                 kv_caches,
                 region=region.buffer,
@@ -244,7 +249,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             region.wait_joined(settings.join_deadline_s)
             ranks = self._ranks(region)
             geometry = self._geometry(ranks)
-            made = self._namespace(geometry, ranks, self._model_facts(region))
+            made = self._namespace(geometry, ranks, take_facts(region.buffer))
             hierarchy = assemble(
                 settings,
                 geometry,
@@ -282,14 +287,6 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             reset_s=settings.drain_deadline_s,
         )
 
-    # Stock's connector shows a spec the model's name and dtype only: the workers know the rest.
-
-    def _leave_facts(self, region: Region) -> None:
-        leave_facts(region.buffer)
-
-    def _model_facts(self, region: Region) -> Mapping[str, Any]:
-        return take_facts(region.buffer)
-
     def _geometry(self, ranks: Ranks) -> Geometry:
         config = self._engine.config
         index = {group_key(group.group_id): i for i, group in enumerate(config.groups)}
@@ -307,11 +304,10 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
 
     def _namespace(self, geometry: Geometry, ranks: Ranks, model: Mapping[str, Any]) -> Namespace:
         config = self._engine.config
-        revision = model.get("model", {}).get("revision")
         fingerprint = weights_fingerprint(
             config.model.name,
             model_id=self._settings.model_id,
-            revision=None if revision == "None" else revision,
+            revision=model.get("model", {}).get("revision"),
             environ=os.environ,
         )
         hashed = key_hash(model.get("cache", {}).get("prefix_caching_hash_algo"), os.environ)
@@ -328,5 +324,6 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             stored_layout=ranks.stored.value,
             layer_names=dict(zip(ids, ranks.layer_names, strict=True)),
             model=model,
+            settled_extras=_SETTLED_EXTRAS,
         )
         return namespace(self._engine, fingerprint, facts)
