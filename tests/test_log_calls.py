@@ -23,6 +23,7 @@ SEEN = {
     "host memory: all %d bytes are registered": ONCE,
     "the device is broken, KV cache is not copied any more": ONCE,
     "fault while looking ahead; this engine does so no more": ONCE,
+    "nothing was served from the cache": "one for each cause, of which there are nine",
     "tier %s is left alone for now": "one a minute, by its own clock",
     "tier %s works again": "one for each of the line before",
     "a bug in tier %r; further ones": "the first only",

@@ -171,8 +171,7 @@ class Hierarchy:
         """`lookup` of a key that is not readable; its `slot` in the table, or -1."""
         if slot < 0:
             if not self.levels:
-                self.counters.lookup_misses[NO_LEVEL, "absent"] += 1
-                return Lookup.MISS
+                return self._miss(key, request, NO_LEVEL, "absent")
             return self._lookup_below(key, request)
         if self._polled_step != self._step:
             # What was read between two steps answers in the very next lookup.
