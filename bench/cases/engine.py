@@ -7,9 +7,12 @@ configuration as users write it. `ample` has a cache of its own in which all of 
 offloading can beat, the ceiling. Stock's own offloading is not among the sides: its worker refuses
 to run on a CPU.
 
-    chat         8 clients, 8 turns each, what was said and answered before is sent again
-    documents    readers ask short questions, in mixed order, about a few long documents
+    chat         10 clients, 5 turns each, what was said and answered before is sent again
+    documents    readers ask short questions, in mixed order, about some long documents
     cold         prompts that nobody has sent before: nothing to gain, storing them costs
+
+The small cache holds the four requests that the engine runs at once, and not the other six.
+Smaller, it would be a bound of its own: fewer run at once, with a hit or without.
 
 Clients are a closed loop: each waits for its whole answer, thinks, and asks again; more of them
 than the engine runs at once, so that the time to first token contains a queue, as it does for
@@ -63,27 +66,38 @@ TIMEOUT_S = 900.0
 class Sizes:
     """Of the workloads, in tokens if nothing else is said, and of the caches."""
 
-    num_clients: int = 8
-    num_turns: int = 8
+    num_clients: int = 10
+    num_turns: int = 5
     first_turn: int = 600
     next_turn: int = 30
-    num_documents: int = 3
-    document: int = 1500
-    num_questions: int = 8
+    num_documents: int = 8
+    document: int = 1400
+    num_questions: int = 4
     question: int = 30
-    num_unique: int = 12
+    num_unique: int = 16
     unique: int = 400
     answer: int = 8
     think_s: float = 0.5
     """At most; drawn evenly."""
     num_running: int = 4
-    engine_cache: int = 1760
-    ample_cache: int = 24000
-    host: str = "128MiB"
+    engine_cache: int = 4096
+    ample_cache: int = 32000
+    host: str = "256MiB"
     disk: str = "1GiB"
 
 
-QUICK = Sizes(num_turns=3, num_questions=3, num_unique=4, think_s=0.05, host="12MiB", disk="96MiB")
+QUICK = Sizes(
+    num_clients=8,
+    num_turns=3,
+    num_documents=3,
+    document=1500,
+    num_questions=3,
+    num_unique=4,
+    think_s=0.05,
+    engine_cache=1760,
+    host="12MiB",
+    disk="96MiB",
+)
 """For the tests' tiny model, which stores 4 KiB a token."""
 
 Turn = tuple[float, list[int]]
