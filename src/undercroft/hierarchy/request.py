@@ -165,13 +165,13 @@ class Request:
             self.answers = bytearray()
             self._walks = {}
 
-    def note(self, key: ChunkKey, answer: Answer) -> None:
-        """Append a lookup."""
-        num_hits = len(self.asked) - len(self.answers)
-        if num_hits:
-            self.answers.extend(bytes(num_hits))
-        self.asked.append(key)
-        self.answers.append(answer)
+    def note(self, key: ChunkKey, answer: int) -> None:
+        """Append a lookup, and its `Answer`."""
+        asked, answers = self.asked, self.answers
+        if len(asked) != len(answers):
+            answers.extend(bytes(len(asked) - len(answers)))
+        asked.append(key)
+        answers.append(answer)
 
     @property
     def num_hits(self) -> int:
