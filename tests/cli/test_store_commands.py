@@ -12,6 +12,7 @@ import pytest
 from tests.engines.vllm.lab import damage
 from tests.tiers.disk.stores import CAPACITY, OTHER, age, fill, held, look
 from tests.tiers.disk.support import NAMESPACE, content, disk, du, files, key, put
+from undercroft.cli.store import model_text
 from undercroft.keys import Namespace
 
 from .rig import environment
@@ -55,6 +56,37 @@ def test_ls_lists_namespaces(store: Path, capsys: Capsys) -> None:
         }
         assert [found[n.id]["in_use"] for n in (NAMED, OTHER, NAMESPACE)] == [False, False, True]
         assert found[NAMESPACE.id]["pids"] in ([pid], [])
+
+
+@pytest.mark.parametrize("command", ["ls", "du"])
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("/data/models/teams/search/production/meta-llama/Llama-3.1-8B-Instruct", "Llama-"),
+        ("/hub/models--org--small/snapshots/0123456789abcdef0123456789abcdef01234567", "org/small"),
+    ],
+)
+def test_lines_fit_a_terminal(
+    command: str, name: str, shown: str, tmp_path: Path, capsys: Capsys
+) -> None:
+    """A path as the model's name is shortened to what tells models apart; in JSON it is whole."""
+    named = Namespace({"model": {"name": name, "dtype": "bfloat16"}, "groups": []})
+    fill(tmp_path, range(12), namespace=named)
+    lines = run(capsys, command, "--path", tmp_path).text.splitlines()
+    assert max(map(len, lines[:2])) < 80
+    assert shown in next(line for line in lines if line.startswith(named.id[:12]))
+    document = run(capsys, command, "--path", tmp_path, "--json").document
+    assert document["namespaces"][0]["model"] == name
+
+
+@pytest.mark.parametrize("width", range(12, 60))
+def test_a_models_name_is_as_short_as_asked(width: int) -> None:
+    """Whatever the name; the end of a path is kept for as long as possible."""
+    for name in ("/a/b/" + "x" * 50 + "-7B", "short", "/models/Llama-3.1-8B", "y" * 70):
+        text = model_text(name, width)
+        assert len(text) <= width
+        assert text == name or text.endswith(name[-3:])
+    assert model_text("/srv/models/Llama-3.1-8B", 16) == ".../Llama-3.1-8B"
 
 
 def test_ls_lists_chunks(store: Path, capsys: Capsys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from typing import Any
 
 import pytest
@@ -94,3 +95,41 @@ def test_options_that_a_tier_does_not_take_are_refused(
     """One line with what was written and what the tier takes, no traceback of its constructor."""
     with pytest.raises(ConfigError, match=message):
         assembled({"type": "attic", "capacity": "1MiB", **options})
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"type": "attic", "capacity": "1MiB", "lader": "y"},
+        {"type": "memory", "capacity": "1MiB", "admission": {"type": "frequency", "sihgts": 2}},
+    ],
+)
+def test_a_refused_tier_leaves_no_other_open(
+    refused: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that were opened before it are closed, and it too if only its level was refused."""
+    made: list[Watched] = []
+
+    class Watched(MemoryTier):
+        def __init__(self, capacity_bytes: int, *, name: str) -> None:
+            super().__init__(capacity_bytes, name=name)
+            self.num_closed = 0
+            made.append(self)
+
+        def close(self) -> None:
+            self.num_closed += 1
+            super().close()
+
+    found = assembling.find
+    kinds = {"watched": Watched, "memory": Watched, "attic": Attic}
+
+    def find(kind: str, name: str) -> Any:
+        return kinds[name] if kind == "tiers" and name in kinds else found(kind, name)
+
+    monkeypatch.setattr(assembling, "find", find)
+    num_threads = threading.active_count()
+    with pytest.raises(ConfigError):
+        assembled({"type": "watched", "capacity": "1MiB", "name": "first"}, refused)
+    assert made
+    assert all(tier.num_closed for tier in made)
+    assert threading.active_count() == num_threads

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     foreign = sum(piece.charged_bytes for piece in store.foreign)
     total = store.charged_bytes
     output.table(
-        columns("NAMESPACE", "MODEL", "DTYPE", "BYTES", "SHARE", "LAST STORED"),
+        columns("NAMESPACE", "MODEL", "DTYPE", "BYTES", "SHARE", "STORED"),
         [
             (
                 short_id(namespace.namespace_id),

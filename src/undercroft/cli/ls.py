@@ -65,7 +65,7 @@ def _namespaces(output: Output, catalog: Catalog, store: Store) -> None:
     if not documents:
         say(output, f"{store.path} holds no namespace")
     output.table(
-        columns("NAMESPACE", "MODEL", "DTYPE", "CHUNKS", "VOID", "BYTES", "LAST STORED", "IN USE"),
+        columns("NAMESPACE", "MODEL", "DTYPE", "CHUNKS", "VOID", "BYTES", "STORED", "IN USE"),
         [
             (
                 short_id(namespace.namespace_id),

@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal, Self, TextIO
@@ -52,6 +52,7 @@ _BAR_CELLS = 24
 _USUAL_COLUMNS = 80
 _MAX_HELP_COLUMNS = 100
 _MIN_HELP_COLUMNS = 11
+_MIN_CELL_COLUMNS = 12
 
 
 class Exit(IntEnum):
@@ -87,10 +88,13 @@ class Column:
     Args:
         title: Its heading.
         align: Numbers go right.
+        shorten: Says a cell in no more than so many characters, for lines that would be too long.
+            None: it is never shortened.
     """
 
     title: str
     align: Literal["left", "right"] = "left"
+    shorten: Callable[[str, int], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,8 @@ class Output:
         """Aligned rows under a heading, for people; nothing with `--json`.
 
         Cells may be painted. Other control characters in cells are shown as `?`, so that a name on
-        disk cannot move the cursor.
+        disk cannot move the cursor. What does not fit into a line of the terminal (80 columns where
+        there is none) is shortened in the columns that know how; those hold no paint.
         """
         if self.is_json:
             return
@@ -157,6 +162,7 @@ class Output:
             max(_width(c.title), *(_width(row[i]) for row in body), 0)
             for i, c in enumerate(columns)
         ]
+        _fit(columns, body, widths, _columns(self.stdout))
         head = [c.title for c in columns]
         for number, row in enumerate([head, *body]):
             cells = [
@@ -368,6 +374,19 @@ def _width(cell: str) -> int:
         elif character == "m":
             in_colour = False
     return width
+
+
+def _fit(columns: Sequence[Column], body: list[list[str]], widths: list[int], most: int) -> None:
+    """Shorten cells, and `widths` with them, as far as a line has to be, and can be."""
+    for i, column in enumerate(columns):
+        excess = sum(widths) + 2 * (len(widths) - 1) - most
+        if column.shorten is None or excess <= 0:
+            continue
+        least = max(_width(column.title), _MIN_CELL_COLUMNS)
+        widths[i] = max(min(least, widths[i]), widths[i] - excess)
+        for row in body:
+            if len(row[i]) > widths[i]:
+                row[i] = column.shorten(row[i], widths[i])
 
 
 def _pad(cell: str, width: int, align: Literal["left", "right"]) -> str:

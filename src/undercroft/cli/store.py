@@ -26,6 +26,7 @@ __all__ = [
     "find_chunks",
     "find_namespace",
     "has_prefix",
+    "model_text",
     "parse_age",
     "say",
     "short_id",
@@ -40,6 +41,8 @@ _SHORT = 12
 _MAX_NAMED = 8
 _NUMBERS = frozenset({"CHUNKS", "VOID", "BYTES", "SHARE", "SEQUENCE", "SLOT"})
 _HEX = re.compile(r"[0-9a-f]+")
+_HUB_FOLDER = re.compile(r"models--([^/]+)/snapshots/")
+_CUT = "..."
 
 
 def add_path(parser: argparse.ArgumentParser) -> None:
@@ -166,8 +169,31 @@ def when_text(unix_s: float) -> str:
 
 
 def columns(*titles: str) -> list[Column]:
-    """Columns of a table; those of numbers go right."""
-    return [Column(title, "right" if title in _NUMBERS else "left") for title in titles]
+    """Columns of a table; those of numbers go right, and models give way where lines are long."""
+    return [
+        Column(
+            title,
+            "right" if title in _NUMBERS else "left",
+            model_text if title == "MODEL" else None,
+        )
+        for title in titles
+    ]
+
+
+def model_text(name: str, width: int) -> str:
+    """A model's name in `width` characters: of a path its end, of a folder of the hub its name."""
+    hub = _HUB_FOLDER.search(name)
+    if len(name) > width and hub:
+        name = hub[1].replace("--", "/")
+    if len(name) <= width:
+        return name
+    last = name.rstrip("/").rpartition("/")[2]
+    for text in (f"{_CUT}/{last}", last):
+        if len(text) <= width:
+            return text
+    # Families are named at the beginning, sizes and variants at the end.
+    num_last = (width - len(_CUT)) // 2
+    return last[: width - len(_CUT) - num_last] + _CUT + last[len(last) - num_last :]
 
 
 def size_text(num_bytes: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -118,25 +118,78 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
     A tier that cannot be opened now is left out with an error line: the engine runs without it.
 
     Raises:
-        ConfigError: The settings can never work.
+        ConfigError: The settings can never work. No tier is left open.
     """
     counters = Counters()
     events = LevelEvents(enabled=with_events)
-    class_of = geometry.class_of()
-    slots = Slots(len(buffer), geometry.slot_bytes)
-    levels = [
-        _level(tier, tier_settings, settings, geometry, (clock, counters, events))
-        for tier_settings in settings.tiers
-        if (tier := _open_tier(tier_settings, namespace, clock, num_replicas))
-    ]
-    make_policy = find("policies", settings.policy)
-    admission = _admission(settings.admission, settings.admission_options, "host memory")
-    max_slots = sum(slots.capacity(c) for c in range(len(geometry.slot_bytes)))
-    history = _history(settings, [level.name for level in levels], namespace, clock, num_replicas)
+    with ExitStack() as opened:
+        levels = _open_levels(
+            settings, geometry, (clock, counters, events), namespace, num_replicas, opened
+        )
+        hierarchy = _hierarchy(
+            settings,
+            geometry,
+            levels,
+            buffer=buffer,
+            shared=(clock, counters, events),
+            take_failed_stores=take_failed_stores,
+        )
+        history = _history(
+            settings, [level.name for level in levels], namespace, clock, num_replicas
+        )
+        opened.pop_all()
     if history:
         counters.note = history.note
         history.start()
-    hierarchy = Hierarchy(
+        hierarchy.on_close.append(history.close)
+    return hierarchy
+
+
+def _open_levels(
+    settings: Settings,
+    geometry: Geometry,
+    shared: tuple[Clock, Counters, LevelEvents],
+    namespace: Namespace,
+    num_replicas: int,
+    opened: ExitStack,
+) -> list[Level]:
+    """The levels below 0; `opened` closes what was opened, also if a later one is refused."""
+    clock, levels = shared[0], list[Level]()
+    for tier_settings in settings.tiers:
+        tier = _open_tier(tier_settings, namespace, clock, num_replicas)
+        if tier is None:
+            continue
+        try:
+            level = _level(tier, tier_settings, settings, geometry, shared)
+        except BaseException:
+            with suppress(TierError):
+                tier.close()
+            raise
+        opened.callback(_close, level, clock, settings.shutdown_deadline_s)
+        levels.append(level)
+    return levels
+
+
+def _close(level: Level, clock: Clock, seconds: float) -> None:
+    level.close(clock.now_s() + seconds)
+
+
+def _hierarchy(
+    settings: Settings,
+    geometry: Geometry,
+    levels: Sequence[Level],
+    *,
+    buffer: memoryview,
+    shared: tuple[Clock, Counters, LevelEvents],
+    take_failed_stores: Callable[[], frozenset[int] | None],
+) -> Hierarchy:
+    clock, counters, events = shared
+    class_of = geometry.class_of()
+    slots = Slots(len(buffer), geometry.slot_bytes)
+    make_policy = find("policies", settings.policy)
+    admission = _admission(settings.admission, settings.admission_options, "host memory")
+    max_slots = sum(slots.capacity(c) for c in range(len(geometry.slot_bytes)))
+    return Hierarchy(
         lambda on_evict: Pool(
             slots,
             make_policy=make_policy,
@@ -158,9 +211,6 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
         ),
         take_failed_stores=take_failed_stores,
     )
-    if history:
-        hierarchy.on_close.append(history.close)
-    return hierarchy
 
 
 def _history(

@@ -86,6 +86,10 @@ class Counters:
     evicted_chunks: Counter[str] = field(default_factory=Counter)
     dropped_chunks: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By (level, reason)."""
+    requests: Counter[str] = field(default_factory=Counter)
+    """That began to run, by what became of their lookups."""
+    self_check_warnings: Counter[str] = field(default_factory=Counter)
+    """By cause."""
     resets: int = 0
     broken_invariants: int = 0
     store_seconds: Samples = field(default_factory=Samples, compare=False)

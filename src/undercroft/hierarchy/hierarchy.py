@@ -35,7 +35,8 @@ _LOG = logging.getLogger(__name__)
 
 # A global's name costs half of an enum member's on the path taken per key.
 _READY = int(SlotState.READY)
-_HIT = Lookup.HIT
+_HIT, _MISS = Lookup.HIT, Lookup.MISS
+_ABSENT, _MISSED = (NO_LEVEL, "absent"), int(Answer.MISS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +172,9 @@ class Hierarchy:
         """`lookup` of a key that is not readable; its `slot` in the table, or -1."""
         if slot < 0:
             if not self.levels:
-                self.counters.lookup_misses[NO_LEVEL, "absent"] += 1
-                return Lookup.MISS
+                self.counters.lookup_misses[_ABSENT] += 1
+                request.note(key, _MISSED)
+                return _MISS
             return self._lookup_below(key, request)
         if self._polled_step != self._step:
             # What was read between two steps answers in the very next lookup.

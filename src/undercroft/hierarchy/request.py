@@ -93,6 +93,7 @@ class Request:
         "group_of",
         "holds",
         "id",
+        "is_known",
         "limits",
         "loaded",
         "loading",
@@ -147,7 +148,7 @@ class Request:
         """When a restore stops waiting for its turn and takes what fits."""
         self.num_promoted_before = -1
         """How many were promoted when its deadline was set last; -1: no read was started."""
-        self.num_storing = 0
+        self.num_storing, self.is_known = 0, False  # known: it has offered chunks; the adapter's
         self.offered_below: set[ChunkKey] = set()
         """Keys whose one offer to choosy lower levels this request has made."""
         self.queued = False
@@ -164,13 +165,13 @@ class Request:
             self.answers = bytearray()
             self._walks = {}
 
-    def note(self, key: ChunkKey, answer: Answer) -> None:
-        """Append a lookup."""
-        num_hits = len(self.asked) - len(self.answers)
-        if num_hits:
-            self.answers.extend(bytes(num_hits))
-        self.asked.append(key)
-        self.answers.append(answer)
+    def note(self, key: ChunkKey, answer: int) -> None:
+        """Append a lookup, and its `Answer`."""
+        asked, answers = self.asked, self.answers
+        if len(asked) != len(answers):
+            answers.extend(bytes(len(asked) - len(answers)))
+        asked.append(key)
+        answers.append(answer)
 
     @property
     def num_hits(self) -> int:

@@ -108,6 +108,9 @@ def test_a_life_of_metrics_through_prometheus(prometheus, tmp_path):
             assert read(total(name)) == getattr(counters, name) > 0, name
         for name in ("cascaded_chunks", "cascaded_bytes", "promoted_chunks", "promoted_bytes"):
             assert read(total(name), level="nvme:0") == getattr(counters, name)["nvme:0"] > 0, name
+        assert read(total("requests"), result="served") == counters.requests["served"] > 0
+        assert read(total("requests"), result="new") == counters.requests["new"] > 0
+        assert read(total("self_check_warnings"), cause="group") == 0
         assert read(total("evicted_chunks"), level="host") == counters.evicted_chunks["host"] > 0
         assert read(total("dropped_chunks"), level="nvme:0", reason="corrupt") == 1
         assert read(total("declined_chunks"), level="nvme:0", reason="backpressure") == 1

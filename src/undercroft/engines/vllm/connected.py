@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     TierFilter,
 )
+from vllm.v1.request import Request as EngineRequest
 
 from undercroft.engines.vllm.adapters import AdapterTag, untagged
 from undercroft.engines.vllm.manager import UndercroftManager, safe
@@ -28,6 +29,8 @@ from undercroft.hierarchy.request import Request
 from undercroft.keys import ChunkKey
 
 __all__ = ["ConnectedManager", "ConnectedSpec"]
+
+_BEGINNING_TOKENS = 16
 
 
 class ConnectedManager(UndercroftManager):
@@ -126,6 +129,18 @@ class ConnectedManager(UndercroftManager):
             return LookupResult.MISS
         found = self.hierarchy.ahead.finds(key, scout)
         return LookupResult.HIT if found else LookupResult.MISS
+
+    @safe(lambda: None)
+    def prompt_came(self, prompt: EngineRequest) -> None:
+        """What the self-check wants to know of a request, and a context does not say."""
+        tokens, adapter = prompt.prompt_token_ids, prompt.lora_request
+        is_plain = prompt.cache_salt is not None and tokens and not prompt.mm_features
+        self.check.came(
+            prompt.num_prompt_tokens,
+            tokens[:_BEGINNING_TOKENS] if is_plain else None,
+            prompt.cache_salt,
+            adapter.lora_name if adapter else "",
+        )
 
     # --- loads that failed --------------------------------------------------------------------
 

@@ -196,6 +196,7 @@ class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped 
             tag = self._adapters.tag(adapter.lora_int_id, adapter.lora_name, adapter.lora_path)
             self._manager.tag_next(request.request_id, tag)
         super().on_new_request(request)
+        self._manager.prompt_came(request)
         self._queued[request.request_id] = request
 
     @override

@@ -33,6 +33,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from undercroft.clock import SystemClock
 from undercroft.engines.vllm.metrics import StepStats
+from undercroft.engines.vllm.self_check import SelfCheck
 from undercroft.engines.vllm.tally import Tally
 from undercroft.engines.vllm.transfer_spec import SlotSpec
 from undercroft.hierarchy.hierarchy import LEVEL_0, Hierarchy
@@ -129,6 +130,13 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         self._stats = StepStats(hierarchy, tally.pace)
         self._requests: dict[str, Request] = {}
         self._group_of = _group_of if len(group_ids) > 1 else None
+        names = self._group_ids if self._group_of else [None]
+        tokens = tally.tokens_per_chunk
+        self.check = SelfCheck(
+            hierarchy,
+            clock=tally.clock,
+            groups=dict(zip(names, zip(group_ids, tokens, strict=True), strict=True)),
+        )
         # What every lookup needs, one attribute away.
         self._shards = hierarchy.pool.table.shards
         self._states = hierarchy.pool.slots.states
@@ -317,8 +325,11 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         request = self._requests.get(req_context.req_id) or self._request(req_context)
         plan = self.hierarchy.prepare_store(list(keys), request)
         if not plan.keys:
+            if not plan.is_whole:
+                self.check.declined(request, keys)
             return _nothing_stored()
         spec = self._spec(plan.keys, plan.slots, plan.store_id)
+        self.check.planned(request, plan.keys, spec.group_chunks)
         self._tally.store_began(req_context.req_id, plan, spec.group_chunks)
         return PrepareStoreOutput(list(plan.keys), spec, [])
 
@@ -340,6 +351,9 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         self._asking.clear()
         self._refresh()
         self._tally.pace.step_began()
+        if context.new_req_ids:
+            self.check.began(map(self._requests.get, context.new_req_ids))
+        self.check.look()
         if self.hierarchy.end_step(context.new_req_ids):
             self._distrust()
         if self._outdated:
@@ -397,6 +411,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         for request_id, request in self._requests.items():
             has_loaded = bool(request.loaded or request.loading)
             self._outdated[request_id] = self._outdated.get(request_id, True) and not has_loaded
+        self.check.forget()
 
     def _trust_again(self, context: ScheduleEndContext) -> None:
         """Requests that compute from the start again, or begin only now, have new bytes."""

@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
+from undercroft.engines.vllm.self_check import CAUSES, RESULTS
 from undercroft.engines.vllm.tally import Pace
 from undercroft.hierarchy.breaker import BreakerState
 from undercroft.hierarchy.counters import NO_LEVEL, Counters, Samples
@@ -75,6 +76,8 @@ _SECONDS = (
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "lookups": ("Lookups of one chunk, by answer.", ("result",)),
     "lookup_misses": ("Lookups answered MISS, by where and why.", ("level", "reason")),
+    "requests": ("Requests that began to run, by what became of their lookups.", ("result",)),
+    "self_check_warnings": ("Warnings that nothing is served, by cause.", ("cause",)),
     "hit_chunks": ("Chunks that requests went on to load, by where they were.", ("level",)),
     "hit_tokens": ("Prompt tokens not computed because of them.", ("level",)),
     "saved_prefill_seconds": (
@@ -182,6 +185,10 @@ def _counters(hierarchy: Hierarchy) -> Iterator[_Reading]:
         totals: Mapping[str, float] = getattr(counters, name)
         for level, total in totals.items():
             yield name, (level,), total
+    for result, count in counters.requests.items():
+        yield "requests", (result,), count
+    for cause, count in counters.self_check_warnings.items():
+        yield "self_check_warnings", (cause,), count
     for labels, count in counters.dropped_chunks.items():
         yield "dropped_chunks", labels, count
     for labels, count in counters.declined_chunks.items():
@@ -197,6 +204,8 @@ def _counters(hierarchy: Hierarchy) -> Iterator[_Reading]:
 def _zeros(hierarchy: Hierarchy) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Every counter that may come to be: a rate sees a first event only if there was a zero."""
     yield from (("lookups", (result,)) for result in _RESULTS)
+    yield from (("requests", (result,)) for result in RESULTS)
+    yield from (("self_check_warnings", (cause,)) for cause in CAUSES)
     yield from (("lookup_misses", (NO_LEVEL, reason)) for reason in MISS_REASONS[NO_LEVEL])
     yield from ((name, ()) for name in _PLAIN)
     levels = [level.name for level in hierarchy.levels]

@@ -77,8 +77,8 @@ class Tally:
 
     def __init__(self, counters: Counters, clock: Clock, tokens_per_chunk: Sequence[int]) -> None:
         self._counters = counters
-        self._clock = clock
-        self._tokens_per_chunk = tuple(tokens_per_chunk)
+        self.clock = clock
+        self.tokens_per_chunk = tuple(tokens_per_chunk)
         self.pace = Pace(clock)
         self._loads: dict[str, float] = {}
         self._stores: dict[str, list[tuple[ChunkKey, float]]] = {}
@@ -100,7 +100,7 @@ class Tally:
             chunks_of_groups: How many of them are of each group.
             has_waited: It was waiting for lower levels until now.
         """
-        now_s = self._clock.now_s()
+        now_s = self.clock.now_s()
         self._loads[request.id] = now_s
         if has_waited:
             self._counters.restore_wait_seconds.see(now_s - request.queued_s)
@@ -114,7 +114,7 @@ class Tally:
             of_leader = keys[first : first + chunks_of_groups[leader]]
             self._counters.hit_chunks.update(_by_source(request, keys))
             for level, num_chunks in _by_source(request, of_leader).items():
-                num_tokens = self._tokens_per_chunk[leader] * num_chunks
+                num_tokens = self.tokens_per_chunk[leader] * num_chunks
                 self._counters.hit_tokens[level] += num_tokens
                 self._unpriced[level] = self._unpriced.get(level, 0) + num_tokens
         self._price()
@@ -123,7 +123,7 @@ class Tally:
         """The engine has the bytes."""
         began_s = self._loads.pop(request_id, None)
         if began_s is not None:
-            self._counters.load_seconds.see(self._clock.now_s() - began_s)
+            self._counters.load_seconds.see(self.clock.now_s() - began_s)
 
     def store_began(
         self, request_id: str, plan: StorePlan, chunks_of_groups: Sequence[int]
@@ -138,7 +138,7 @@ class Tally:
         if not plan.keys:
             return
         open_stores = self._stores.setdefault(request_id, [])
-        open_stores.append((plan.keys[0], self._clock.now_s()))
+        open_stores.append((plan.keys[0], self.clock.now_s()))
         leader, num_tokens = self._leader(chunks_of_groups)
         if plan.is_whole and chunks_of_groups[leader] >= _LEAST_CHUNKS:
             self.pace.computed(num_tokens)
@@ -150,7 +150,7 @@ class Tally:
             return
         for index, (first_key, began_s) in enumerate(open_stores):
             if first_key in keys:
-                self._counters.store_seconds.see(self._clock.now_s() - began_s)
+                self._counters.store_seconds.see(self.clock.now_s() - began_s)
                 del open_stores[index]
                 break
         if not open_stores:
@@ -163,7 +163,7 @@ class Tally:
 
     def _leader(self, chunks_of_groups: Sequence[int]) -> tuple[int, int]:
         """The group whose chunks span most tokens: full attention, if there is one."""
-        tokens_per_chunk = self._tokens_per_chunk
+        tokens_per_chunk = self.tokens_per_chunk
         if len(tokens_per_chunk) == 1:
             return 0, chunks_of_groups[0] * tokens_per_chunk[0]
         spans = [n * t for n, t in zip(chunks_of_groups, tokens_per_chunk, strict=True)]
