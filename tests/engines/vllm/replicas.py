@@ -11,6 +11,7 @@ import kv_fixtures  # noqa: F401 - first, because it imports the engine quietly
 import numpy as np
 import torch
 from shapes import OURS, engine_config
+from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
     OffloadingConnectorWorker,
@@ -120,7 +121,8 @@ class Replica:
                 spec = UndercroftSpec(build_offloading_config(config, cache))
                 tensors = self._tensors(rank)
                 worker = OffloadingConnectorWorker(spec, config, cache)
-                worker.register_kv_caches(tensors)
+                with set_current_vllm_config(config):  # as vLLM's worker does
+                    worker.register_kv_caches(tensors)
                 self.ranks.append(worker.worker)
                 self.tensors.append(tensors)
             config, cache = self._config(0, extra, engine_id), self._cache(0)
