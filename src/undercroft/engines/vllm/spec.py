@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -41,6 +42,7 @@ from undercroft.engines.vllm.metrics import metric_definitions
 from undercroft.engines.vllm.platforms import Platform
 from undercroft.engines.vllm.slot_worker import Reports, SlotWorker, chunk_payload_bytes
 from undercroft.engines.vllm.tally import Tally
+from undercroft.engines.vllm.unserved import check_attention
 from undercroft.engines.vllm.version import doubt
 from undercroft.hierarchy.hierarchy import failed_chunk
 from undercroft.hierarchy.region import Region, RegionConfig
@@ -150,6 +152,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
 
     @override
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        check_attention(get_current_vllm_config_or_none())
         chunk_bytes = chunk_payload_bytes(kv_caches, self.blocks_per_chunk)
         check_sizes(self._settings, [slot_bytes_for(n) for n in chunk_bytes])
         # What a killed engine left would count as used, and keep this one from ever starting.

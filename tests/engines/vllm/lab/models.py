@@ -257,6 +257,34 @@ def _deepseek_v2() -> Any:
     )
 
 
+class _Eagle:
+    """A drafter of one layer for the tiny Llama; its drafts are mostly wrong."""
+
+    def __init__(self) -> None:
+        self._llama = _sharpened("LlamaConfig", "LlamaForCausalLM", num_hidden_layers=1)
+
+    def to(self, _dtype: Any) -> "_Eagle":
+        return self
+
+    def save_pretrained(self, folder: Path) -> None:
+        import torch
+        from safetensors.torch import save_file
+
+        self._llama.config.save_pretrained(folder)
+        weights = {
+            name.removeprefix("model."): value
+            for name, value in self._llama.state_dict().items()
+            if name not in ("model.norm.weight", "lm_head.weight")
+            and "layers.0.input_layernorm" not in name
+        }
+        hidden = _COMMON["hidden_size"]
+        weights["fc.weight"] = torch.randn(hidden, 2 * hidden) * (2 * hidden) ** -0.5
+        save_file(weights, folder / "model.safetensors")
+        config = folder / "config.json"
+        changed = json.loads(config.read_text()) | {"architectures": ["LlamaForCausalLM"]}
+        config.write_text(json.dumps(changed))
+
+
 _MAKERS = {
     "llama": lambda: _llama(seed=0),
     "llama_other": lambda: _llama(seed=1),
@@ -268,6 +296,7 @@ _MAKERS = {
     "nemotron_h": _nemotron_h,
     "lfm2": _lfm2,
     "deepseek_v2": _deepseek_v2,
+    "llama_eagle": _Eagle,
 }
 _ADDED_TO_CONFIG: dict[str, dict[str, Any]] = {
     # vLLM 0.32 reads these of Lfm2; transformers 5 does not write them any more.
