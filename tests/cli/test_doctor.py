@@ -80,11 +80,12 @@ def real(disk: Path) -> dict[str, CompletedProcess[str]]:
     words = ["doctor", str(model_path("llama")), "--host", "32MiB", "--block-size", "32"]
     good = ["--json", "--disk", f"{disk}:8MiB", "--dtype", "float32", "--max-model-len", "4096"]
     good += ["--shutdown-timeout", "10"]
+    spread = ["-tp", "2", "--nnodes", "2"]
     bound = environment(VLLM_CPU_OMP_THREADS_BIND="0|1")
     with ThreadPoolExecutor(2) as pool:
         runs = {
             "good": pool.submit(undercroft, *words, *good, env=environment(), timeout_s=280),
-            "refused": pool.submit(undercroft, *words, "-tp", "2", env=bound, timeout_s=280),
+            "refused": pool.submit(undercroft, *words, *spread, env=bound, timeout_s=280),
         }
         return {name: run.result() for name, run in runs.items()}
 
@@ -110,10 +111,10 @@ def test_a_good_set_up_is_good(real: dict[str, CompletedProcess[str]], disk: Pat
 def test_what_an_engine_would_refuse_is_refused_in_seconds(
     real: dict[str, CompletedProcess[str]],
 ) -> None:
-    """Two ranks: the line that today shows only after the model is loaded."""
+    """Ranks on two hosts: the line that an engine shows only after the model is loaded."""
     done = real["refused"]
     assert done.returncode == 1, done.stdout
-    assert "not served yet: parallel.tp_size = 2" in done.stdout
+    assert "are on 2 hosts" in done.stdout
 
 
 # --- the disk ---

@@ -14,8 +14,6 @@ from undercroft.config import (
     OffloadingGroupConfig,
     OffloadingModelConfig,
     OffloadingParallelConfig,
-    check_served,
-    unserved,
 )
 from undercroft.errors import ConfigError
 
@@ -184,50 +182,3 @@ def test_group_ids_need_not_be_consecutive() -> None:
 def test_independent_replicas_count_beyond_their_own_size() -> None:
     """vLLM sets data_parallel_size 1 in each replica of a dense model and keeps the index."""
     assert dataclasses.replace(PARALLEL, data_parallel_index=3).data_parallel_index == 3
-
-
-def _with(flags: dict[str, Any], **sizes: Any) -> OffloadingConfig:
-    parallel = dataclasses.replace(PARALLEL, **sizes)
-    return dataclasses.replace(CONFIG, parallel=parallel, **flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "sizes", "named"),
-    [
-        ({}, {"tp_size": 2, "world_size": 2}, ["parallel.tp_size = 2", "parallel.world_size = 2"]),
-        ({}, {"pp_size": 2, "world_size": 2}, ["parallel.pp_size = 2"]),
-        ({}, {"pcp_size": 2, "world_size": 2}, ["parallel.pcp_size = 2"]),
-        ({}, {"tp_size": 2, "dcp_size": 2, "world_size": 2}, ["parallel.dcp_size = 2"]),
-        (
-            {"replicated_layout": True},
-            {"tp_size": 2, "world_size": 2},
-            ["replicated_layout = True"],
-        ),
-        (
-            {"canonical_layout": True, "kv_cache_layout": "LBHNC"},
-            {"tp_size": 2, "world_size": 2, "is_parallelism_agnostic": True},
-            ["canonical_layout = True"],
-        ),
-    ],
-)
-def test_what_is_not_served_yet_is_refused_by_name(
-    flags: dict, sizes: dict, named: list[str]
-) -> None:
-    """Layouts beyond one rank are refused with the field's name, never ignored."""
-    config = _with(flags, **sizes)
-    assert set(named) <= set(unserved(config))
-    with pytest.raises(ConfigError, match="not served yet") as caught:
-        check_served(config)
-    assert all(name in str(caught.value) for name in named)
-
-
-def test_one_rank_is_served_whatever_its_flags() -> None:
-    """With one rank a canonical page is the page, and a replicated one is the only one."""
-    for flags in (
-        {},
-        {"replicated_layout": True},
-        {"canonical_layout": True, "kv_cache_layout": "LBHNC"},
-    ):
-        check_served(
-            _with(flags, data_parallel_size=4, data_parallel_index=2, is_parallelism_agnostic=True)
-        )

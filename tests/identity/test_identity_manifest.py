@@ -80,23 +80,22 @@ DECIDES = {
     "groups.tokens_per_block": (48, "groups[0].tokens_per_block: 32 here, 48 there"),
     "groups.layer_names": (("l.0",), "groups[0].layer_names[1]: 'l.1' here, absent there"),
     "groups.group_id": (4, "groups[0].group_id: 3 here, 4 there"),
-    "worker_kv_bytes_per_block": (8192, "cache.bytes_per_block: 32768 here, 65536 there"),
     "model.name": ("org/other", "model.name: 'org/model' here, 'org/other' there"),
     "model.dtype": ("fp8", "model.dtype: 'bfloat16' here, 'fp8' there"),
     "cache.tokens_per_hash": (8, "cache.tokens_per_hash: 16 here, 8 there"),
     "cache.blocks_per_chunk": (2, "cache.blocks_per_chunk: 1 here, 2 there"),
-    "parallel.rank": (1, "topology.rank: 0 here, 1 there"),
     "parallel.dcp_size": (2, "topology.dcp_size: 1 here, 2 there"),
-    "parallel.is_parallelism_agnostic": (
-        True,
-        "topology.parallelism_agnostic: False here, True there",
-    ),
-    "replicated_layout": (True, "cache.bytes_per_block: 32768 here, 4096 there"),
-    "canonical_layout": (True, "layout.canonical: False here, True there"),
     "kv_cache_layout": ("LBNHC", "layout.kv_cache_layout: 'LBHNC' here, 'LBNHC' there"),
 }
 TOGETHER = {"world_size", "tp_size", "pp_size", "pcp_size"}
+# How many bytes a block takes is in the groups' chunk_bytes; a rank's slot holds all ranks' bytes.
+# The three flags decide the stored layout, which is in the manifest (tests/layout/test_stored.py).
 PLACES = {
+    "worker_kv_bytes_per_block": 8192,
+    "parallel.rank": 1,
+    "parallel.is_parallelism_agnostic": True,
+    "replicated_layout": True,
+    "canonical_layout": True,
     "enable_kv_cache_events": True,
     "extra_config": {"host": "1GiB"},
     "engine_id": "engine-2",
@@ -131,9 +130,6 @@ def test_where_and_how_long_is_not_in_the_namespace(field: str) -> None:
 def test_topology_and_layout_are_whole() -> None:
     """Each size and flag stands by itself, also where another one would betray a change."""
     assert BASE.manifest["topology"] == {
-        "parallelism_agnostic": False,
-        "rank": 0,
-        "world_size": 8,
         "tp_size": 2,
         "pp_size": 2,
         "pcp_size": 2,
@@ -141,8 +137,7 @@ def test_topology_and_layout_are_whole() -> None:
     }
     assert BASE.manifest["layout"] == {
         "kv_cache_layout": "LBHNC",
-        "replicated": False,
-        "canonical": False,
+        "stored": "direct",
     }
 
 
@@ -171,26 +166,24 @@ def test_other_parallel_sizes_are_another_namespace(sizes: tuple[int, int, int])
     assert namespace(EngineConfig(config, ENGINE.extras), WEIGHTS, FACTS) != BASE
 
 
-def test_bytes_without_topology_are_shared_between_topologies() -> None:
-    """Stored under one rank, found under two: the same bytes in all, half per rank."""
+@pytest.mark.parametrize("stored", ["canonical", "replicated"])
+def test_bytes_without_topology_are_shared_between_topologies(stored: str) -> None:
+    """Stored under one rank, found under two; but never by those who store them otherwise."""
 
-    def of(tp: int, worker_bytes: int) -> Namespace:
-        parallel = dataclasses.replace(
-            CONFIG.parallel,
-            tp_size=tp,
-            world_size=tp,
-            pp_size=1,
-            pcp_size=1,
-            rank=tp - 1,
-            is_parallelism_agnostic=True,
-        )
+    def of(tp: int, pp: int, stored: str, layers: Any) -> Namespace:
+        sizes = {"tp_size": tp, "pp_size": pp, "pcp_size": 1, "world_size": tp * pp}
         config = dataclasses.replace(
-            CONFIG, parallel=parallel, worker_kv_bytes_per_block=worker_bytes
+            CONFIG, parallel=dataclasses.replace(CONFIG.parallel, rank=tp - 1, **sizes)
         )
-        return namespace(EngineConfig(config), WEIGHTS, FACTS)
+        facts = dataclasses.replace(FACTS, stored_layout=stored, layer_names=layers)
+        return namespace(EngineConfig(config), WEIGHTS, facts)
 
-    assert of(1, 4096) == of(2, 2048) == of(4, 1024)
-    assert of(1, 4096) != of(2, 4096)
+    names = {3: ("l.0", "l.1"), 5: ("l.2",)}
+    whole = of(1, 1, stored, {})
+    assert whole == of(2, 1, stored, {}) == of(4, 2, stored, names)
+    assert whole != of(4, 2, stored, names | {5: ("l.3",)})
+    difference = first_difference(whole, of(1, 1, "direct", {}))
+    assert difference == f"layout.stored: {stored!r} here, 'direct' there"
 
 
 def test_order_of_groups_does_not_matter() -> None:

@@ -1,7 +1,6 @@
 """The boundary between an inference engine and this library: what the engine says of itself.
 
-`boundary` holds the five frozen dataclasses, `convert` reads an engine's own objects and JSON,
-`served` says which of them this version serves.
+`boundary` holds the five frozen dataclasses, `convert` reads an engine's own objects and JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from undercroft.config.boundary import (
     OffloadingParallelConfig,
 )
 from undercroft.config.convert import EngineConfig, from_engine, from_json, to_json
-from undercroft.config.served import check_served, unserved
 
 __all__ = [
     "EngineConfig",
@@ -23,9 +21,7 @@ __all__ = [
     "OffloadingGroupConfig",
     "OffloadingModelConfig",
     "OffloadingParallelConfig",
-    "check_served",
     "from_engine",
     "from_json",
     "to_json",
-    "unserved",
 ]

@@ -68,6 +68,7 @@ class Region:
         *,
         role: Literal["scheduler"] | int,
         chunk_bytes: Sequence[int] | None = None,
+        note: bytes = b"",
         deadline_s: float,
         clock: Clock,
     ) -> Region:
@@ -78,6 +79,7 @@ class Region:
             role: `"scheduler"`, or the rank. The scheduler's call waits for all ranks: an engine
                 whose scheduler could come first could not be told from its twin.
             chunk_bytes: Of a rank: payload bytes of a chunk of each group on this rank.
+            note: Of a rank: what else it says of itself to all others, a few KiB at most.
             deadline_s: How long to wait for others, from now.
             clock: Source of time.
 
@@ -92,7 +94,7 @@ class Region:
         """
         seat = config.num_ranks if role == "scheduler" else role
         lengths = tuple(chunk_bytes or ())
-        check_limits(config.shape, config.identity, lengths)
+        check_limits(config.shape, config.identity, lengths, note)
         is_rank = role != "scheduler"
         if is_rank and not (0 <= seat < config.num_ranks and lengths):
             raise ConfigError(
@@ -100,7 +102,7 @@ class Region:
                 "the rank must be below the number of ranks and have at least one group"
             )
         lock = SeatLock(region_path(config.directory, config.engine_id), seat)
-        entrance = Entrance(config, lock, lengths, clock)
+        entrance = Entrance(config, lock, lengths, clock, note)
         try:
             entrance.pass_through(clock.now_s() + deadline_s)
             return cls(entrance, *entrance.take())
@@ -156,6 +158,14 @@ class Region:
         if self._is_closed:
             raise self._closed()
         return tuple(self._control.chunk_bytes(rank) for rank in range(self._num_ranks))
+
+    def notes(self) -> tuple[bytes, ...]:
+        """Of each rank, what it said of itself. Only after `wait_joined`."""
+        if not self._is_proven:
+            raise Bug("notes() before wait_joined()")
+        if self._is_closed:
+            raise self._closed()
+        return tuple(self._control.note(rank) for rank in range(self._num_ranks))
 
     def report_failed_store(self, store_id: int) -> None:
         """Tell the scheduler that a copy of this store failed. Ranks only; never blocks.

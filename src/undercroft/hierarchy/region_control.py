@@ -6,6 +6,7 @@
     + a page           failure counters, one word per rank
     + a page a seat    records: nonce, device, inode, process, chunk sizes per group
     + 16 KiB a rank    failure rings
+    + 8 KiB a rank     notes: a length, and what the rank says of itself
     body_offset        the body: `total_bytes`, 2 MiB-aligned in the file, for huge pages
     proof_offset       one nonce per seat once more, in the body's own mapping but past the buffer
 
@@ -25,6 +26,7 @@ from undercroft.errors import ConfigError
 __all__ = [
     "MAX_GROUPS",
     "MAX_IDENTITY_BYTES",
+    "MAX_NOTE_BYTES",
     "MAX_RANKS",
     "NONCE_BYTES",
     "OS_PAGE_BYTES",
@@ -43,13 +45,16 @@ MAX_RANKS = 256
 MAX_GROUPS = 384
 MAX_IDENTITY_BYTES = 64
 
+_NOTE_AREA_BYTES = 8 << 10
+MAX_NOTE_BYTES = _NOTE_AREA_BYTES - 8
+
 _HEADER_BYTES = 4096
 _RECORD_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _WORD = 8
 _ENTRY_WORDS = 2  # of a failure ring: the store, and a check that it belongs to this lap
 _WORD_MASK = (1 << 64) - 1
-_MAGIC = int.from_bytes(b"ucroft\x00\x01", "little")
+_MAGIC = int.from_bytes(b"ucroft\x00\x02", "little")
 
 # Words of the header page.
 _MAGIC_WORD, _RANKS_WORD, _TOTAL_WORD, _IDENTITY_LENGTH_WORD, _READY_WORD = range(5)
@@ -97,11 +102,14 @@ class RegionShape:
         return self.records_offset + self.num_seats * _RECORD_BYTES
 
     @property
+    def notes_offset(self) -> int:
+        """Of the ranks' notes."""
+        return self.rings_offset + self.num_ranks * RING_SLOTS * _ENTRY_WORDS * _WORD
+
+    @property
     def control_bytes(self) -> int:
         """Length of the control area, whole pages."""
-        return _round_up(
-            self.rings_offset + self.num_ranks * RING_SLOTS * _ENTRY_WORDS * _WORD, OS_PAGE_BYTES
-        )
+        return _round_up(self.notes_offset + self.num_ranks * _NOTE_AREA_BYTES, OS_PAGE_BYTES)
 
     @property
     def body_offset(self) -> int:
@@ -251,6 +259,20 @@ class Control:
             start = area + seat * NONCE_BYTES
             self._bytes[start : start + NONCE_BYTES] = nonce
 
+    def write_note(self, rank: int, note: bytes) -> None:
+        """What the rank says of itself. Writer: the holder, before it has joined."""
+        start = self._note_offset(rank)
+        self._words[start // _WORD] = len(note)
+        self._bytes[start + _WORD : start + _WORD + len(note)] = note
+
+    def note(self, rank: int) -> bytes:
+        """What the rank said of itself."""
+        start = self._note_offset(rank)
+        return bytes(self._bytes[start + _WORD : start + _WORD + self._words[start // _WORD]])
+
+    def _note_offset(self, rank: int) -> int:
+        return self.shape.notes_offset + rank * _NOTE_AREA_BYTES
+
     def record_span(self, seat: int) -> tuple[int, int]:
         """Offset and length, in the file, of the part of a record that `proves` compares."""
         return self.shape.records_offset + seat * _RECORD_BYTES, NONCE_BYTES + 2 * _WORD
@@ -326,7 +348,9 @@ def _entry_check(store_id: int, number: int) -> int:
     return (store_id ^ (number + 1) * 0x9E3779B97F4A7C15) & _WORD_MASK
 
 
-def check_limits(shape: RegionShape, identity: bytes, chunk_bytes: Sequence[int]) -> None:
+def check_limits(
+    shape: RegionShape, identity: bytes, chunk_bytes: Sequence[int], note: bytes = b""
+) -> None:
     """Refuse what the control area has no room for.
 
     Raises:
@@ -337,6 +361,7 @@ def check_limits(shape: RegionShape, identity: bytes, chunk_bytes: Sequence[int]
         ("num_ranks", shape.num_ranks, 1, MAX_RANKS),
         ("length of identity", len(identity), 1, MAX_IDENTITY_BYTES),
         ("number of groups", len(chunk_bytes), 0, MAX_GROUPS),
+        ("length of a rank's note", len(note), 0, MAX_NOTE_BYTES),
         *(("chunk_bytes", length, 1, 1 << 62) for length in chunk_bytes),
     )
     for name, value, low, high in checks:

@@ -79,12 +79,18 @@ class Entrance:
     """One participant on its way into the file, with the door held while it acts."""
 
     def __init__(
-        self, config: RegionConfig, lock: SeatLock, chunk_bytes: tuple[int, ...], clock: Clock
+        self,
+        config: RegionConfig,
+        lock: SeatLock,
+        chunk_bytes: tuple[int, ...],
+        clock: Clock,
+        note: bytes = b"",
     ) -> None:
         self.config = config
         self.lock = lock
         self.clock = clock
         self._chunk_bytes = chunk_bytes
+        self._note = note
         self._is_rank = lock.seat < config.num_ranks
         self._has_collected = False
         self._taken: tuple[mmap.mmap, Growth | None] | None = None
@@ -223,6 +229,8 @@ class Entrance:
         status = os.fstat(fd)
         file_id = (status.st_dev, status.st_ino)
         control.write_record(self.lock.seat, nonce, file_id, os.getpid(), self._chunk_bytes)
+        if self._is_rank:
+            control.write_note(self.lock.seat, self._note)
         if not self._is_rank:
             self.lock.unlink()
         control.set_joined(self.lock.seat)

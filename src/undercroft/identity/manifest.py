@@ -7,7 +7,7 @@ They decide where chunks are and for how long, not what is in them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from undercroft.keys import Namespace
 
 __all__ = ["MANIFEST_FORMAT", "EngineFacts", "KeyHash", "key_hash", "namespace"]
 
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
 """Raised when a field is added to the manifest, renamed, or changes its meaning."""
 
 _NOT_COLLISION_RESISTANT = ("xxhash", "xxhash_cbor")
@@ -49,6 +49,9 @@ class EngineFacts:
         kv_format: Number of the adapter's own idea of how pages lie in a chunk.
         chunk_bytes: Bytes of one chunk, all ranks together, by group id.
         key_hash: How block hashes are made.
+        stored_layout: How the bytes of all ranks make up a chunk, see `layout.stored`. `direct`:
+            the topology decides, and is in the manifest.
+        layer_names: By group id the layers of all pipeline stages; empty: the configuration's.
         model: More about the model as JSON data, where the adapter can see it: quantization,
             rope, sliding windows, attention backend.
         adapters: Fingerprints of adapters (LoRA) that keys know by name only, by that name.
@@ -59,6 +62,8 @@ class EngineFacts:
     kv_format: int
     chunk_bytes: Mapping[int, int]
     key_hash: KeyHash
+    stored_layout: str = "direct"
+    layer_names: Mapping[int, Sequence[str]] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     adapters: Mapping[str, Fingerprint] = field(default_factory=dict)
 
@@ -106,14 +111,12 @@ def namespace(engine: EngineConfig, fingerprint: Fingerprint, facts: EngineFacts
         "cache": {
             "tokens_per_hash": config.cache.tokens_per_hash,
             "blocks_per_chunk": config.cache.blocks_per_chunk,
-            "bytes_per_block": _bytes_per_block(config),
         },
         "layout": {
             "kv_cache_layout": config.kv_cache_layout,
-            "replicated": config.replicated_layout,
-            "canonical": config.canonical_layout,
+            "stored": facts.stored_layout,
         },
-        "topology": _topology(config),
+        "topology": _topology(config) if facts.stored_layout == "direct" else {},
         "hash": {"algorithm": facts.key_hash.algorithm, "seed": facts.key_hash.seed},
         "extras": dict(engine.extras),
     }
@@ -142,26 +145,16 @@ def _groups(config: OffloadingConfig, facts: EngineFacts) -> list[dict[str, Any]
             "group_id": group.group_id,
             "tokens_per_block": group.tokens_per_block,
             "chunk_bytes": facts.chunk_bytes[group.group_id],
-            "layer_names": list(group.layer_names),
+            "layer_names": list(facts.layer_names.get(group.group_id, group.layer_names)),
         }
         for group in sorted(config.groups, key=lambda group: group.group_id)
     ]
 
 
-def _bytes_per_block(config: OffloadingConfig) -> int:
-    """Bytes stored for a block by all ranks together."""
-    copies = 1 if config.replicated_layout else config.parallel.world_size
-    return config.worker_kv_bytes_per_block * copies
-
-
 def _topology(config: OffloadingConfig) -> dict[str, Any]:
+    """No rank: a slot holds the bytes of all."""
     parallel = config.parallel
-    if parallel.is_parallelism_agnostic:
-        return {"parallelism_agnostic": True}
     return {
-        "parallelism_agnostic": False,
-        "rank": parallel.rank,
-        "world_size": parallel.world_size,
         "tp_size": parallel.tp_size,
         "pp_size": parallel.pp_size,
         "pcp_size": parallel.pcp_size,

@@ -1,7 +1,8 @@
 """From block ids and slot offsets to copies of pages: integers in, integers out.
 
 The stored bytes of one chunk are described in docs/reference/chunk-layout.md: for each page of a
-block in the group's order, that page of every block of the chunk, one after another.
+block in the group's order, that page of every block of the chunk, one after another. A rank copies
+its part of each page, see `page_map`.
 
 Pairing. The engine hands over the blocks of a job group by group, without saying which chunk each
 belongs to: only the logical index of the first block and the number of blocks. Blocks fill
@@ -24,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undercroft.errors import Bug, LayoutMismatch
+from undercroft.layout.page_map import PageMap
 
 __all__ = [
     "BlockPlaces",
@@ -58,80 +60,137 @@ class TensorGeometry(NamedTuple):
 
 
 class PageRef(NamedTuple):
-    """One page of every block of a group: which tensor, and how many of the row's bytes count."""
+    """One page of every block of a group.
+
+    Args:
+        tensor_index: In which tensor.
+        page_bytes: How many of the row's bytes count.
+        part: What of the stored page it is; None: all of it.
+    """
 
     tensor_index: int
     page_bytes: int
+    part: PageMap | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Length of the stored page."""
+        return self.part.stored_bytes if self.part else self.page_bytes
+
+
+class _Pieces(NamedTuple):
+    """Pieces of pages that are alike but for their places; arrays are `(num_pieces,)`."""
+
+    piece_bytes: int
+    stored_page_bytes: int
+    num_writers: int
+    writer_index: int
+    tensor_indices: tuple[int, ...]
+    local_offsets: Offsets
+    stored_offsets: Offsets
 
 
 @dataclass(frozen=True)
 class GroupGeometry:
-    """The stored layout of the chunks of one group on one rank.
+    """The stored layout of the chunks of one group, as far as one rank has part of them.
 
     Args:
         refs: The pages of one block, in stored order; not empty.
         blocks_per_chunk: Blocks in a chunk, >= 1.
+        offset_bytes: Where in the slot this rank's part begins.
 
     Raises:
-        LayoutMismatch: No pages, a page without bytes, or no blocks.
+        LayoutMismatch: No pages, a page without bytes or of another length than its part, or no
+            blocks.
     """
 
     refs: tuple[PageRef, ...]
     blocks_per_chunk: int
+    offset_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.blocks_per_chunk < 1:
             raise LayoutMismatch(f"blocks_per_chunk is {self.blocks_per_chunk}; it must be >= 1")
         if not self.refs or min(ref.page_bytes for ref in self.refs) < 1:
             raise LayoutMismatch(f"a group needs pages of at least one byte; it has {self.refs}")
+        for ref in self.refs:
+            if ref.part is not None and ref.part.local_bytes != ref.page_bytes:
+                raise LayoutMismatch(
+                    f"a page of {ref.page_bytes} bytes, and copy runs for {ref.part.local_bytes}"
+                )
 
     @cached_property
     def ref_offsets(self) -> tuple[int, ...]:
-        """For each ref, the offset in the chunk of its page of the chunk's first block."""
-        ends = accumulate(ref.page_bytes * self.blocks_per_chunk for ref in self.refs)
-        return (0, *ends)[:-1]
+        """For each ref, the offset in the slot of its stored page of the chunk's first block."""
+        ends = accumulate(
+            (ref.stored_bytes * self.blocks_per_chunk for ref in self.refs),
+            initial=self.offset_bytes,
+        )
+        return tuple(ends)[:-1]
 
     @cached_property
     def payload_bytes(self) -> int:
-        """Bytes of one stored chunk on this rank, without slot padding."""
-        return self.blocks_per_chunk * sum(ref.page_bytes for ref in self.refs)
+        """Bytes of a chunk that this rank has part of, from `offset_bytes` on."""
+        return self.blocks_per_chunk * sum(ref.stored_bytes for ref in self.refs)
 
     @cached_property
-    def refs_by_size(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Page sizes in order of first appearance, each with the indices of its refs."""
-        sizes: dict[int, list[int]] = {}
-        for index, ref in enumerate(self.refs):
-            sizes.setdefault(ref.page_bytes, []).append(index)
-        return tuple((size, tuple(indices)) for size, indices in sizes.items())
+    def num_pieces(self) -> int:
+        """Contiguous pieces of one block."""
+        return sum(len(pieces.tensor_indices) for pieces in self.pieces)
+
+    @cached_property
+    def pieces(self) -> tuple[_Pieces, ...]:
+        """The pieces of one block, alike ones together, in order of first appearance."""
+        alike: dict[tuple[int, int, int, int], list[tuple[int, int, int]]] = {}
+        for ref, ref_offset in zip(self.refs, self.ref_offsets, strict=True):
+            part = ref.part or PageMap.whole(ref.page_bytes)
+            for run in part.runs:
+                kind = run.fragment_bytes, part.stored_bytes, part.num_writers, part.writer_index
+                alike.setdefault(kind, []).extend(
+                    (ref.tensor_index, local, ref_offset + stored)
+                    for local, stored in run.fragments()
+                )
+        found = []
+        for kind, places in alike.items():
+            tensors, local, stored = zip(*places, strict=True)
+            found.append(
+                _Pieces(*kind, tensors, np.array(local, np.int64), np.array(stored, np.int64))
+            )
+        return tuple(found)
 
     def unwritten_ranges(self, slot_offset: int, num_positions: int) -> Iterator[tuple[int, int]]:
-        """Byte ranges `(offset, length)` of the first `num_positions` blocks of a chunk."""
+        """Byte ranges `(offset, length)` of the first `num_positions` blocks of a chunk.
+
+        Whole stored pages, other ranks' bytes too: nobody has those blocks, so all clear the same.
+        """
         for ref, ref_offset in zip(self.refs, self.ref_offsets, strict=True):
             if num_positions:
-                yield slot_offset + ref_offset, num_positions * ref.page_bytes
+                yield slot_offset + ref_offset, num_positions * ref.stored_bytes
 
 
 class BlockPlaces(NamedTuple):
-    """Blocks of one group and their places; three arrays, `(num_blocks,)` int64.
+    """Blocks of one group and their places; four arrays, `(num_blocks,)` int64.
 
     Args:
         block_ids: The engine's block ids.
         slot_offsets: Byte offset in the region of the slot of the block's chunk.
         positions: Index of the block in its chunk, below `blocks_per_chunk`.
+        turns: Whose turn it is to write the chunk, among ranks with the same bytes.
     """
 
     block_ids: Offsets
     slot_offsets: Offsets
     positions: Offsets
+    turns: Offsets
 
 
 class Fragments(NamedTuple):
-    """Pages of one size to copy; engine page `[i, j]` belongs to region page `[i, j]`.
+    """Pages, or pieces of pages, of one size to copy; engine `[i, j]` belongs to region `[i, j]`.
 
     Args:
-        page_bytes: Bytes of each page.
-        engine: `(num_blocks, num_refs)` offsets in the engine's address span.
-        region: `(num_blocks, num_refs)` offsets in the region.
+        page_bytes: Bytes of each.
+        engine: `(num_blocks, num_pieces)` offsets in the engine's address span.
+        region: `(num_blocks, num_pieces)` offsets in the region.
     """
 
     page_bytes: int
@@ -187,7 +246,11 @@ def pair_load(
 
 
 def place(
-    block_ids: Offsets, slot_offsets: Offsets, first_position: int, blocks_per_chunk: int
+    block_ids: Offsets,
+    slot_offsets: Offsets,
+    first_position: int,
+    blocks_per_chunk: int,
+    first_turn: int = 0,
 ) -> BlockPlaces:
     """Give each block its slot and position, in order from `first_position` of the first slot.
 
@@ -196,12 +259,15 @@ def place(
         slot_offsets: `(num_chunks,)`, in the order of the chunks.
         first_position: From `pair_store` or `pair_load`.
         blocks_per_chunk: Blocks in a whole chunk.
+        first_turn: Of the first chunk; the others follow.
     """
     chunk_indices, positions = np.divmod(
         np.arange(first_position, first_position + len(block_ids), dtype=np.int64),
         blocks_per_chunk,
     )
-    return BlockPlaces(block_ids, slot_offsets[chunk_indices], positions)
+    return BlockPlaces(
+        block_ids, slot_offsets[chunk_indices], positions, chunk_indices + first_turn
+    )
 
 
 def fragments(
@@ -209,38 +275,48 @@ def fragments(
     tensors: Sequence[TensorGeometry],
     places: BlockPlaces,
     region_bytes: int,
+    *,
+    is_store: bool = False,
 ) -> list[Fragments]:
-    """The pages to copy for `places`, one entry per page size, every offset checked.
+    """The pages to copy for `places`, one entry per kind of piece, every offset checked.
 
     Args:
         group: Stored layout of the group.
         tensors: The engine's tensors, indexed by `PageRef.tensor_index`.
         places: From `place`.
         region_bytes: Size of the region; nothing outside it is named.
+        is_store: Leave out what is another rank's turn to write; a load reads everything.
 
     Raises:
         Bug: A block outside its tensor, or a chunk that reaches outside the region.
 
-    Cost: a few numpy calls per ref, independent of page size.
+    Cost: a few numpy calls per kind of piece, independent of page size.
     """
-    block_ids, slot_offsets, positions = places
+    block_ids, slot_offsets, positions, turns = places
     if not len(block_ids):
         return []
     lowest, highest = int(slot_offsets.min()), int(slot_offsets.max())
-    if lowest < 0 or highest + group.payload_bytes > region_bytes:
+    end_bytes = group.offset_bytes + group.payload_bytes
+    if lowest < 0 or highest + end_bytes > region_bytes:
         raise Bug(
-            f"slot offsets {lowest}..{highest} with chunks of {group.payload_bytes} bytes reach "
+            f"slot offsets {lowest}..{highest} with chunks of {end_bytes} bytes reach "
             f"outside the region of {region_bytes} bytes"
         )
     num_blocks = min(tensors[ref.tensor_index].num_blocks for ref in group.refs)
     if int(block_ids.min()) < 0 or int(block_ids.max()) >= num_blocks:
         raise Bug(f"block ids {block_ids.min()}..{block_ids.max()}, but blocks are {num_blocks}")
     found = []
-    for page_bytes, ref_indices in group.refs_by_size:
-        places_of = [tensors[group.refs[index].tensor_index] for index in ref_indices]
+    for pieces in group.pieces:
+        ids, slots, at = block_ids, slot_offsets, positions
+        if is_store and pieces.num_writers > 1:
+            mine = turns % pieces.num_writers == pieces.writer_index
+            ids, slots, at = ids[mine], slots[mine], at[mine]
+            if not len(ids):
+                continue
+        places_of = [tensors[index] for index in pieces.tensor_indices]
         bases = np.array([tensor.base_bytes for tensor in places_of], np.int64)
         strides = np.array([tensor.block_stride_bytes for tensor in places_of], np.int64)
-        ref_offsets = np.array([group.ref_offsets[index] for index in ref_indices], np.int64)
-        region = (slot_offsets + positions * page_bytes)[:, None] + ref_offsets
-        found.append(Fragments(page_bytes, block_ids[:, None] * strides + bases, region))
+        engine = ids[:, None] * strides + (bases + pieces.local_offsets)
+        region = (slots + at * pieces.stored_page_bytes)[:, None] + pieces.stored_offsets
+        found.append(Fragments(pieces.piece_bytes, engine, region))
     return found

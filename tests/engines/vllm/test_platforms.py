@@ -14,6 +14,7 @@ from undercroft.clock import SystemClock
 from undercroft.engines.vllm import platforms
 from undercroft.engines.vllm.device_worker import DeviceWorker
 from undercroft.engines.vllm.platforms import Platform
+from undercroft.engines.vllm.rank_layout import direct_groups
 from undercroft.engines.vllm.slot_worker import Reports
 from undercroft.engines.vllm.worker import CpuWorker
 from undercroft.errors import ConfigError, LayoutMismatch
@@ -29,11 +30,12 @@ def caches_on(*names: str) -> Any:
 
 
 def make(platform: Platform, region: Any) -> Any:
+    caches = kv_caches("overlaid")
     return platform.make_worker(
-        kv_caches("overlaid"),
+        caches,
         region=region,
         ready_bytes=lambda: len(region),
-        blocks_per_chunk=1,
+        groups=direct_groups(caches, 1),
         reports=NOWHERE,
         clock=SystemClock(),
     )
@@ -124,13 +126,13 @@ def test_a_worker_that_cannot_be_made_leaves_nothing_registered(devices: Any) ->
     """The error is the worker's own."""
     region = np.zeros(1 << 16, np.uint8)
     caches = kv_caches("overlaid")
-    caches.group_data_refs[0][0].page_size_bytes = 1 << 20
+    caches.tensors[1].page_size_bytes = 1 << 20
     with pytest.raises(LayoutMismatch):
         Platform(torch.device("cuda", 0)).make_worker(
             caches,
             region=region,
             ready_bytes=lambda: len(region),
-            blocks_per_chunk=1,
+            groups=direct_groups(caches, 1),
             reports=NOWHERE,
             clock=SystemClock(),
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from managers import ONE_PAGE, ours
+from replicas import Layers, Replica, Sizes
 from rig import running
 from shapes import Group, engine_config, kv_cache_config, prompt
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
@@ -67,17 +68,19 @@ def test_b05_other_weights_behind_one_path_are_another_folder(tmp_path):
     assert _our_folder(tmp_path, model_config__model=str(model)) not in ids
 
 
-def test_b06_another_tensor_parallel_size_never_reads_these_files(tmp_path):
-    """Stock shares the folder; here such an engine is refused until it is served."""
+def test_b06_another_tensor_parallel_size_reads_only_bytes_that_are_the_same(tmp_path):
+    """Stock shares the folder, though its files differ; here both store the unsharded pages."""
     two = {"parallel_config__tensor_parallel_size": 2, "parallel_config__world_size": 2}
     heads = {"model_config__get_total_num_kv_heads": lambda: 2}
     assert _stock_folder(tmp_path) == _stock_folder(tmp_path, **two, **heads)
-    extra = {"host": "1MiB"}
-    config = build_offloading_config(
-        engine_config(extra, **two, **heads), kv_cache_config(ONE_PAGE, 64)
-    )
-    with pytest.raises(ConfigError, match="tp_size = 2"):
-        UndercroftSpec(config)
+    chunks, namespaces = [], set()
+    for tp in (1, 2):
+        with Replica((Layers(3, 2, 8),), Sizes(tp=tp), bpc=2) as replica:
+            replica.fill(1)
+            replica.store(0, [3, 5], 0, [1])
+            chunks.append(replica.chunk(0, 1).tobytes())
+            namespaces.add(replica.namespace.id)
+    assert len(namespaces) == len(set(chunks)) == 1
 
 
 # --- settings ---------------------------------------------------------------------------------

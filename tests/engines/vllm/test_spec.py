@@ -19,10 +19,17 @@ from shapes import ONE_GROUP, OURS, Group, engine_config, kv_cache_config, promp
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from undercroft.engines.vllm import UndercroftSpec
-from undercroft.errors import ConfigError, KvError
+from undercroft.config import from_engine
+from undercroft.engines.vllm import UndercroftSpec, hosts
+from undercroft.engines.vllm.rank_layout import rank_layout
+from undercroft.errors import ConfigError, KvError, LayoutMismatch
 from undercroft.settings import limits
 
 CHUNK = 8192  # of a Group(): two layers, one block of 4 KiB in each
@@ -234,11 +241,14 @@ def test_what_makes_chunks_different_keeps_them_apart(name, tmp_path):
 def test_settings_that_make_chunks_different_keep_them_apart(key, tmp_path):
     """As above, by what the user writes."""
     value = {"blocks_per_chunk": 2, "canonical_layout": True, "model_id": "mine"}[key]
+    groups = (Group(window=160),)  # canonical pages only if asked for
     extra = {**HOST, **disk(tmp_path)}
-    with running(extra, engine_id="one") as rig:
+    with running(extra, engine_id="one", groups=groups) as rig:
         rig.run(prompt(1, 160))
-    with running({**extra, key: value}, engine_id="two") as rig:
+    with running({**extra, key: value}, engine_id="two", groups=groups) as rig:
         assert rig.run([*prompt(1, 160), 1]).num_hit_tokens == 0
+    with running(extra, engine_id="three", groups=groups) as rig:
+        assert rig.run([*prompt(1, 160), 2]).num_hit_tokens == 160
 
 
 def test_canonical_and_replicated_layouts_are_served_with_one_rank():
@@ -280,19 +290,25 @@ def test_a_group_that_hashes_do_not_divide_is_refused_in_one_line():
         assert word in text
 
 
-@pytest.mark.parametrize("name", ["tensor", "pipeline", "prefill_context", "decode_context"])
-def test_parallel_sizes_that_are_not_served_are_refused(name):
-    """At start, before any memory is taken, naming the field and its value."""
-    long = (
-        name.replace("_context", "_context_parallel") if "context" in name else f"{name}_parallel"
-    )
-    changes = {f"parallel_config__{long}_size": 2, "parallel_config__world_size": 2}
-    if name == "decode_context":  # lies within tensor parallelism
-        changes["parallel_config__tensor_parallel_size"] = 2
-    short = {"tensor": "tp", "pipeline": "pp", "prefill_context": "pcp", "decode_context": "dcp"}
-    with pytest.raises(ConfigError, match=rf"not served yet: .*{short[name]}_size = 2") as caught:
-        UndercroftSpec(config_of(HOST, **changes))
+def test_a_replica_over_several_hosts_is_refused(monkeypatch):
+    """At a worker's start, before any memory is taken, with the sizes and a way out."""
+    sizes = {"parallel_config__tensor_parallel_size": 2, "parallel_config__world_size": 2}
+    engine = SimpleNamespace(parallel_config=SimpleNamespace(nnodes_within_dp=2))
+    monkeypatch.setattr(hosts, "get_current_vllm_config_or_none", lambda: engine)
+    spec = UndercroftSpec(config_of(HOST, **sizes))
+    with pytest.raises(ConfigError, match=r"2 ranks .*tp 2.* on 2 hosts.*one host") as caught:
+        spec.get_worker(CanonicalKVCaches([], [[]]))
     assert "\n" not in str(caught.value)
+    hosts.check_one_host(from_engine(config_of(HOST)).config)  # one rank is on one host
+
+
+def test_pages_that_the_engine_has_no_room_for_are_refused():
+    """`worker_kv_bytes_per_block` bounds what the pages of a block can take."""
+    config = from_engine(config_of(HOST)).config
+    tensor = CanonicalKVCacheTensor(torch.zeros((4, 8192), dtype=torch.int8), 8192)
+    refs = [[CanonicalKVCacheRef(0, 8192), CanonicalKVCacheRef(0, 1)]]
+    with pytest.raises(LayoutMismatch, match=r"8193 bytes.*8192 bytes \(worker_kv_bytes"):
+        rank_layout(CanonicalKVCaches([tensor], refs), config)
 
 
 def test_a_rank_outside_of_the_world_is_refused():

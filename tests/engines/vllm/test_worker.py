@@ -13,8 +13,9 @@ from worker_bench import Bench
 
 from undercroft.engines.vllm import slot_worker
 from undercroft.engines.vllm import worker as worker_module
+from undercroft.engines.vllm.rank_layout import direct_groups
 from undercroft.engines.vllm.transfer_spec import SlotSpec
-from undercroft.engines.vllm.worker import CpuWorker, chunk_payload_bytes
+from undercroft.engines.vllm.worker import CpuWorker
 from undercroft.errors import Bug, KvError, LayoutMismatch
 
 
@@ -191,14 +192,15 @@ def test_tensors_that_cannot_be_copied_are_refused_at_construction() -> None:
     caches = kv_caches("overlaid")
     caches.group_data_refs[0][0].page_size_bytes = 513
     with pytest.raises(LayoutMismatch, match="513"):
-        chunk_payload_bytes(caches, 1)
+        direct_groups(caches, 1)
     good, readonly = kv_caches("overlaid"), memoryview(bytes(8192))
+    groups = direct_groups(good, 1)
     with pytest.raises(LayoutMismatch, match="read-only"):
-        CpuWorker(good, region=readonly, blocks_per_chunk=1, report_failed=lambda _: None)
+        CpuWorker(good, region=readonly, groups=groups, report_failed=lambda _: None)
     narrow = CanonicalKVCaches(good.tensors, good.group_data_refs)
     narrow.tensors[1].page_size_bytes = 1024
     with pytest.raises(LayoutMismatch, match="tensor 1"):
-        CpuWorker(narrow, region=bytearray(8192), blocks_per_chunk=1, report_failed=lambda _: None)
+        CpuWorker(narrow, region=bytearray(8192), groups=groups, report_failed=lambda _: None)
 
 
 def test_a_job_without_our_slots_is_refused() -> None:
@@ -211,9 +213,9 @@ def test_shutdown_lets_go_of_the_region() -> None:
     """Afterwards the shared memory can be closed: no view of it is left."""
     memory = bytearray(64 << 10)
     view = memoryview(memory)
-    worker = CpuWorker(
-        kv_caches("overlaid"), region=view, blocks_per_chunk=1, report_failed=lambda _: None
-    )
+    caches = kv_caches("overlaid")
+    groups = direct_groups(caches, 1)
+    worker = CpuWorker(caches, region=view, groups=groups, report_failed=lambda _: None)
     worker.submit_store(1, GPULoadStoreSpec([1], [1, 0, 0], [0] * 3), SlotSpec([0], [1, 0, 0], 1))
     worker.wait({1})
     worker.get_finished()
@@ -229,9 +231,8 @@ def test_a_failed_report_does_not_stop_the_worker() -> None:
         raise OSError(store_id)
 
     caches = kv_caches("overlaid")
-    worker = CpuWorker(
-        caches, region=np.zeros(8192, np.uint8), blocks_per_chunk=1, report_failed=refuse
-    )
+    region, groups = np.zeros(8192, np.uint8), direct_groups(caches, 1)
+    worker = CpuWorker(caches, region=region, groups=groups, report_failed=refuse)
     worker.submit_store(
         1, GPULoadStoreSpec([1], [1, 0, 0], [0] * 3), SlotSpec([9000], [1, 0, 0], 4)
     )

@@ -34,9 +34,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.request import RequestStatus
 
 from undercroft.engines.vllm.device_worker import DeviceWorker
+from undercroft.engines.vllm.rank_layout import direct_groups
 from undercroft.engines.vllm.slot_worker import Reports
 from undercroft.engines.vllm.transfer_spec import SlotSpec
-from undercroft.engines.vllm.worker import CpuWorker, chunk_payload_bytes
+from undercroft.engines.vllm.worker import CpuWorker
 from undercroft.testing.fake_device import FakeDevice, StepClock
 
 TOKENS_PER_BLOCK = 16
@@ -130,7 +131,8 @@ class Rig:
         self.bpc, self.rng = bpc, np.random.default_rng(seed)
         self.caches = kv_caches("overlaid")
         self.num_groups = len(self.caches.group_data_refs)
-        self.payload = chunk_payload_bytes(self.caches, bpc)
+        stored = direct_groups(self.caches, bpc)
+        self.payload = tuple(group.payload_bytes for group in stored)
         self.slot_bytes = -(-max(self.payload) // 4096) * 4096
         self.region = np.full(NUM_SLOTS * self.slot_bytes, 0xAA, np.uint8)
         self.manager = Manager(self.slot_bytes, self.num_groups, self.rng)
@@ -141,7 +143,7 @@ class Rig:
         self.worker = CpuWorker(
             self.caches,
             region=self.region,
-            blocks_per_chunk=bpc,
+            groups=stored,
             report_failed=self.failed.append,
             report_partial=lambda *what: self.partial.update({what[:2]: what[2]}),
         )
@@ -284,7 +286,7 @@ def test_every_loaded_block_gets_the_page_the_scheduler_meant(
 
 
 def _on_cpu(kv: Any, region: Any, failed: Any) -> Any:
-    return CpuWorker(kv, region=region, blocks_per_chunk=2, report_failed=failed)
+    return CpuWorker(kv, region=region, groups=direct_groups(kv, 2), report_failed=failed)
 
 
 def _on_device(kv: Any, region: Any, failed: Any) -> Any:
@@ -292,7 +294,7 @@ def _on_device(kv: Any, region: Any, failed: Any) -> Any:
     return DeviceWorker(
         kv,
         region=region,
-        blocks_per_chunk=2,
+        groups=direct_groups(kv, 2),
         device=device,
         reports=Reports(failed),
         clock=StepClock(device),

@@ -8,7 +8,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from undercroft.clock import SystemClock
 from undercroft.engines.vllm.device_worker import DeviceWorker
-from undercroft.engines.vllm.slot_worker import Reports, chunk_payload_bytes
+from undercroft.engines.vllm.rank_layout import direct_groups
+from undercroft.engines.vllm.slot_worker import Reports
 from undercroft.engines.vllm.transfer_spec import SlotSpec
 from undercroft.engines.vllm.worker import CpuWorker
 from undercroft.testing.fake_device import FakeDevice, StepClock
@@ -31,7 +32,8 @@ class Bench:
     ) -> None:
         self.caches = kv_caches(kind)
         self.bpc = bpc
-        self.payload = chunk_payload_bytes(self.caches, bpc)
+        groups = direct_groups(self.caches, bpc)
+        self.payload = tuple(group.payload_bytes for group in groups)
         self.slot_bytes = -(-max(self.payload) // OS_PAGE) * OS_PAGE
         self.region = np.full(self.slot_bytes * num_slots, 0xAA, np.uint8)
         self.failed, self.partial = [], []
@@ -41,7 +43,7 @@ class Bench:
             CpuWorker(
                 self.caches,
                 region=self.region,
-                blocks_per_chunk=bpc,
+                groups=groups,
                 report_failed=self.failed.append,
                 report_partial=told,
                 clock=SystemClock(),
@@ -50,7 +52,7 @@ class Bench:
             else DeviceWorker(
                 self.caches,
                 region=self.region,
-                blocks_per_chunk=bpc,
+                groups=groups,
                 device=self.device,
                 reports=Reports(self.failed.append, told),
                 clock=StepClock(self.device),

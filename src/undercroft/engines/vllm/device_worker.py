@@ -6,7 +6,7 @@ means, see `slot_worker`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -22,7 +22,6 @@ from undercroft.engines.vllm.slot_worker import (
     Reports,
     SlotWorker,
     absolute_geometries,
-    group_geometries,
     writable_bytes,
 )
 from undercroft.engines.vllm.transfer_spec import SlotSpec
@@ -39,7 +38,7 @@ class DeviceWorker(SlotWorker):
     Args:
         kv_caches: The engine's tensors, and the pages of each group.
         region: The host slots, `(region_bytes,)` contiguous writable bytes.
-        blocks_per_chunk: Blocks in a chunk, for every group.
+        groups: The stored layout of each group.
         device: Where the tensors are; closed with the worker.
         reports: Whom to tell about failures.
         clock: Deadlines, and how often a failure is told.
@@ -55,12 +54,11 @@ class DeviceWorker(SlotWorker):
         kv_caches: CanonicalKVCaches,
         *,
         region: NDArray[np.uint8] | memoryview,
-        blocks_per_chunk: int,
+        groups: Sequence[GroupGeometry],
         device: Device,
         reports: Reports,
         clock: Clock | None = None,
     ) -> None:
-        groups = group_geometries(kv_caches, blocks_per_chunk)
         tensors = absolute_geometries(kv_caches.tensors)
         slots = writable_bytes(region)
         clock = clock or SystemClock()
@@ -80,7 +78,7 @@ class DeviceWorker(SlotWorker):
         for group, places, num_missing in self._store_parts(spec, slots):
             if num_missing:
                 yield partial(self._zero, group, int(places.slot_offsets[0]), num_missing)
-            yield from self._copies(group, places)
+            yield from self._copies(group, places, is_store=True)
 
     @override
     def _load_steps(
@@ -89,12 +87,14 @@ class DeviceWorker(SlotWorker):
         for group, places in self._load_parts(spec, slots):
             yield from self._copies(group, places)
 
-    def _copies(self, group: GroupGeometry, places: BlockPlaces) -> Iterator[DeviceWork]:
+    def _copies(
+        self, group: GroupGeometry, places: BlockPlaces, *, is_store: bool = False
+    ) -> Iterator[DeviceWork]:
         bpc = group.blocks_per_chunk
-        step = max(1, _PLANNED_PAGES // (len(group.refs) * bpc)) * bpc
+        step = max(1, _PLANNED_PAGES // (group.num_pieces * bpc)) * bpc
         for first in range(0, len(places.block_ids), step):
             some = BlockPlaces(*(values[first : first + step] for values in places))
-            for pages in self._pages(group, some):
+            for pages in self._pages(group, some, is_store=is_store):
                 yield from copies(
                     pages, piece_bytes=self._device.piece_bytes, max_copies=BATCH_COPIES
                 )

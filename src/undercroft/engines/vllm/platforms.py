@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +20,7 @@ from undercroft.engines.vllm.operators import EngineRegistrar, operators_for
 from undercroft.engines.vllm.slot_worker import Reports, SlotWorker, writable_bytes
 from undercroft.engines.vllm.worker import CpuWorker
 from undercroft.errors import ConfigError
+from undercroft.layout.plan import GroupGeometry
 
 __all__ = ["Platform"]
 
@@ -63,7 +64,7 @@ class Platform:
         *,
         region: NDArray[np.uint8] | memoryview,
         ready_bytes: Callable[[], int],
-        blocks_per_chunk: int,
+        groups: Sequence[GroupGeometry],
         reports: Reports,
         clock: Clock,
     ) -> SlotWorker:
@@ -73,7 +74,7 @@ class Platform:
             kv_caches: The engine's tensors, and the pages of each group.
             region: The host slots.
             ready_bytes: How much of the region, from its start, exists by now.
-            blocks_per_chunk: Blocks in a chunk, for every group.
+            groups: The stored layout of each group.
             reports: Whom to tell about failures.
             clock: Source of time.
 
@@ -85,14 +86,14 @@ class Platform:
             return CpuWorker(
                 kv_caches,
                 region=region,
-                blocks_per_chunk=blocks_per_chunk,
+                groups=groups,
                 report_failed=reports.failed,
                 report_partial=reports.partial,
                 clock=clock,
             )
         slots = writable_bytes(region)
         place_near(slots.ctypes.data, slots.nbytes, self.nodes)
-        pages = {ref.page_size_bytes for refs in kv_caches.group_data_refs for ref in refs}
+        pages = {pieces.piece_bytes for group in groups for pieces in group.pieces}
         pinning = Pinning(
             _registrar(),
             memory=HostMemory(slots.ctypes.data, slots.nbytes, ready_bytes),
@@ -110,7 +111,7 @@ class Platform:
             return DeviceWorker(
                 kv_caches,
                 region=slots,
-                blocks_per_chunk=blocks_per_chunk,
+                groups=groups,
                 device=device,
                 reports=reports,
                 clock=clock,

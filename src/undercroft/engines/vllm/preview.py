@@ -30,8 +30,10 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.version import __version__ as vllm_version
 
+from undercroft.config import from_engine
 from undercroft.engines.accelerator.torch_device import DEVICE_TYPES
 from undercroft.engines.vllm import UndercroftSpec
+from undercroft.engines.vllm.hosts import check_one_host
 from undercroft.engines.vllm.version import doubt
 from undercroft.errors import ConfigError, KvError
 
@@ -110,6 +112,7 @@ def _foresee(config: VllmConfig, found: dict[str, Any]) -> None:
         return
     offloading = build_offloading_config(config, _cache_config(config))
     UndercroftSpec(offloading)
+    check_one_host(from_engine(offloading).config, config)
     if "unforeseen" not in found:
         blocks = offloading.cache.blocks_per_chunk
         found["chunk"] = {

@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 from vllm.v1.kv_offload.base import (
-    CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -34,7 +34,6 @@ from undercroft.layout.plan import (
     Fragments,
     GroupGeometry,
     Offsets,
-    PageRef,
     TensorGeometry,
     fragments,
     pair_load,
@@ -50,8 +49,6 @@ __all__ = [
     "Reports",
     "SlotWorker",
     "absolute_geometries",
-    "chunk_payload_bytes",
-    "group_geometries",
     "writable_bytes",
 ]
 
@@ -59,34 +56,9 @@ SHUTDOWN_S = 3.0
 """The longest that `shutdown` waits for the running copies."""
 
 _NULL_BLOCK_ID = 0
+_TURNS = 1 << 32
 
 _LOG = logging.getLogger(__name__)
-
-
-def group_geometries(
-    kv_caches: CanonicalKVCaches, blocks_per_chunk: int
-) -> tuple[GroupGeometry, ...]:
-    """The stored layout of each group's chunks on this rank.
-
-    Raises:
-        LayoutMismatch: A ref to a page that its tensor does not have.
-    """
-    groups = []
-    for refs in kv_caches.group_data_refs:
-        for ref in refs:
-            row_bytes = kv_caches.tensors[ref.tensor_idx].page_size_bytes
-            if ref.page_size_bytes > row_bytes:
-                raise LayoutMismatch(
-                    f"a page of {ref.page_size_bytes} bytes in rows of {row_bytes} bytes"
-                )
-        pages = tuple(PageRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs)
-        groups.append(GroupGeometry(pages, blocks_per_chunk))
-    return tuple(groups)
-
-
-def chunk_payload_bytes(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> tuple[int, ...]:
-    """Bytes of one chunk of each group on this rank, without slot padding."""
-    return tuple(group.payload_bytes for group in group_geometries(kv_caches, blocks_per_chunk))
 
 
 def absolute_geometries(tensors: list[CanonicalKVCacheTensor]) -> tuple[TensorGeometry, ...]:
@@ -208,6 +180,13 @@ class SlotWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
         """Whether the caller takes the failed loads; see the module."""
         self._failed_loads: dict[int, tuple[int, ...]] = {}
 
+    def sit_at(self, offsets: Sequence[int]) -> None:
+        """Say where in the slots of each group this rank's part begins, before the first job."""
+        self._groups = tuple(
+            replace(group, offset_bytes=offset)
+            for group, offset in zip(self._groups, offsets, strict=True)
+        )
+
     @override
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
@@ -326,7 +305,9 @@ class SlotWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
             elif num_chunks:
                 if position:
                     self._tell_partial(slots.store_id, first_chunk, position)
-                places = place(part.block_ids, part.slot_offsets, position, bpc)
+                # Every rank sees the store's number and the order of its chunks alike.
+                turn = slots.store_id % _TURNS + first_chunk
+                places = place(part.block_ids, part.slot_offsets, position, bpc, turn)
                 yield part.group, places, position
             first_chunk += num_chunks
 
@@ -337,7 +318,8 @@ class SlotWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
 
     def _zero(self, group: GroupGeometry, slot_offset: int, num_positions: int) -> None:
         """Clear the first blocks of a slot."""
-        if slot_offset < 0 or slot_offset + group.payload_bytes > self._slots.nbytes:
+        end = slot_offset + group.offset_bytes + group.payload_bytes
+        if slot_offset < 0 or end > self._slots.nbytes:
             raise Bug(f"a slot at {slot_offset} of a region of {self._slots.nbytes} bytes")
         for offset, length in group.unwritten_ranges(slot_offset, num_positions):
             self._slots[offset : offset + length] = 0
@@ -354,8 +336,10 @@ class SlotWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
             real = part.block_ids != _NULL_BLOCK_ID
             yield part.group, BlockPlaces(*(values[real] for values in places))
 
-    def _pages(self, group: GroupGeometry, places: BlockPlaces) -> list[Fragments]:
-        return fragments(group, self._tensors, places, self._slots.nbytes)
+    def _pages(
+        self, group: GroupGeometry, places: BlockPlaces, *, is_store: bool = False
+    ) -> list[Fragments]:
+        return fragments(group, self._tensors, places, self._slots.nbytes, is_store=is_store)
 
     def _parts(self, spec: GPULoadStoreSpec, slots: SlotSpec) -> list[_Part]:
         counts = (len(self._groups), len(spec.group_sizes), len(slots.group_chunks))

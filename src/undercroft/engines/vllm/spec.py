@@ -6,10 +6,11 @@ manager. Nothing is opened before it is asked for.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,18 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.version import __version__ as vllm_version
 
 from undercroft.clock import SystemClock
-from undercroft.config import check_served, from_engine, to_json
+from undercroft.config import EngineConfig, from_engine, to_json
 from undercroft.engines.accelerator.numa import prefer_nodes
 from undercroft.engines.assemble import Geometry, assemble, check_plugins
 from undercroft.engines.start_line import start_line
 from undercroft.engines.vllm.facts import leave_facts, take_facts
+from undercroft.engines.vllm.hosts import check_one_host
 from undercroft.engines.vllm.log_lines import log_where_vllm_logs
 from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, group_key
 from undercroft.engines.vllm.metrics import metric_definitions
 from undercroft.engines.vllm.platforms import Platform
-from undercroft.engines.vllm.slot_worker import Reports, SlotWorker, chunk_payload_bytes
+from undercroft.engines.vllm.rank_layout import Ranks, rank_layout
+from undercroft.engines.vllm.slot_worker import Reports, SlotWorker
 from undercroft.engines.vllm.tally import Tally
 from undercroft.engines.vllm.unserved import check_attention
 from undercroft.engines.vllm.version import doubt
@@ -62,23 +65,40 @@ _KV_FORMAT = 1
 class _RegionWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
     """A worker, and this rank's seat in the region, which it leaves last."""
 
-    def __init__(self, worker: SlotWorker, seat: Region, join_deadline_s: float) -> None:
+    def __init__(
+        self,
+        worker: SlotWorker,
+        seat: Region,
+        join_deadline_s: float,
+        offsets: Callable[[Region], Sequence[int]],
+    ) -> None:
         self._worker = worker
         self._seat: Region | None = seat
         self._join_deadline_s = join_deadline_s
+        self._offsets = offsets
+        self._is_seated = False
+
+    def _sit(self) -> None:
+        """Before the first byte moves, all are proven to see the same memory.
+
+        The scheduler joins after the workers, and where this rank's bytes go in a slot follows from
+        what all ranks said. Once done this costs nothing.
+        """
+        if self._seat is not None and not self._is_seated:
+            self._seat.wait_joined(self._join_deadline_s)
+            self._worker.sit_at(self._offsets(self._seat))
+            self._is_seated = True
 
     @override
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
-        # The scheduler joins after the workers; before the first byte moves, both are proven to
-        # see the same memory. Once proven this costs nothing.
-        if self._seat is not None:
-            self._seat.wait_joined(self._join_deadline_s)
+        self._sit()
         return bool(self._worker.submit_store(job_id, src_spec, dst_spec))
 
     @override
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        self._sit()
         return bool(self._worker.submit_load(job_id, src_spec, dst_spec))
 
     @override
@@ -100,6 +120,18 @@ class _RegionWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
         if self._seat is not None:
             self._seat.close()
             self._seat = None
+
+
+def _common(engine: EngineConfig) -> str:
+    """The configuration without what differs between the ranks of one replica."""
+    config = engine.config
+    alike = dataclasses.replace(
+        config,
+        groups=tuple(dataclasses.replace(group, layer_names=("*",)) for group in config.groups),
+        worker_kv_bytes_per_block=1,
+        parallel=dataclasses.replace(config.parallel, rank=0),
+    )
+    return to_json(EngineConfig(alike, engine.extras))
 
 
 def _reports(region: Region) -> Reports:
@@ -124,7 +156,6 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
         super().__init__(config)
         log_where_vllm_logs()
         self._engine = from_engine(config)
-        check_served(self._engine.config)
         self._settings = load(config.extra_config, environ=os.environ)
         check_plugins(self._settings)
         self.offload_prompt_only = self._settings.offload_prompt_only
@@ -133,7 +164,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             self_describing_kv_events=self._settings.self_describing_kv_events,
         )
         self._clock = SystemClock()
-        identity = hashlib.sha256(to_json(self._engine).encode())
+        identity = hashlib.sha256(_common(self._engine).encode())
         self._region_config = RegionConfig(
             engine_id=config.engine_id,
             num_ranks=config.parallel.world_size,
@@ -155,16 +186,20 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
         check_attention(get_current_vllm_config_or_none())
         chunk_bytes = chunk_payload_bytes(kv_caches, self.blocks_per_chunk)
         check_sizes(self._settings, [slot_bytes_for(n) for n in chunk_bytes])
+        config = self._engine.config
+        check_one_host(config)
+        layout = rank_layout(kv_caches, config)
+        check_sizes(self._settings, [slot_bytes_for(n) for n in layout.chunk_bytes])
         # What a killed engine left would count as used, and keep this one from ever starting.
         sweep_dead_regions(self._region_config.directory, keep=Path())
         check_host_bytes(self._settings.host_bytes, host_limits())
-        config = self._engine.config
         platform = Platform.of(kv_caches, num_ranks=config.parallel.world_size)
         with prefer_nodes(platform.nodes):
             region = Region.join(
                 self._region_config,
                 role=config.parallel.rank,
-                chunk_bytes=chunk_bytes,
+                chunk_bytes=layout.chunk_bytes,
+                note=layout.note(),
                 deadline_s=self._settings.join_deadline_s,
                 clock=self._clock,
             )
@@ -175,7 +210,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
                 kv_caches,
                 region=region.buffer,
                 ready_bytes=region.ready_bytes,
-                blocks_per_chunk=self.blocks_per_chunk,
+                groups=layout.groups,
                 reports=_reports(region),
                 clock=self._clock,
             )
@@ -183,7 +218,17 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             region.close()
             raise
         worker.tells_failed_loads = self._tells_failed_loads
-        return _RegionWorker(worker, region, self._settings.join_deadline_s)
+        return _RegionWorker(worker, region, self._settings.join_deadline_s, self._offsets)
+
+    def _offsets(self, region: Region) -> list[int]:
+        """Of each group, where in a slot this rank's part begins."""
+        return [
+            share.offsets[self._engine.config.parallel.rank] for share in self._ranks(region).shares
+        ]
+
+    def _ranks(self, region: Region) -> Ranks:
+        """What all ranks store together."""
+        return Ranks.of(self._engine.config, region.notes(), region.chunk_bytes())
 
     # --- the scheduler ------------------------------------------------------------------------
 
@@ -202,8 +247,9 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
         )
         try:
             region.wait_joined(settings.join_deadline_s)
-            geometry = self._geometry(region)
-            made = self._namespace(geometry, self._model_facts(region))
+            ranks = self._ranks(region)
+            geometry = self._geometry(ranks)
+            made = self._namespace(geometry, ranks, self._model_facts(region))
             hierarchy = assemble(
                 settings,
                 geometry,
@@ -217,6 +263,12 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
         except BaseException:
             region.close()
             raise
+        if ranks.why:
+            _LOG.warning(
+                "canonical_layout was asked for, but each rank's pages are stored as they are, and "
+                "only engines with the same parallel sizes share them: %s",
+                ranks.why,
+            )
         _LOG.info(
             "ready: key space %s (engines that share chunks print the same); %s",
             made.id,
@@ -243,23 +295,22 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
     def _model_facts(self, region: Region) -> Mapping[str, Any]:
         return take_facts(region.buffer)
 
-    def _geometry(self, region: Region) -> Geometry:
+    def _geometry(self, ranks: Ranks) -> Geometry:
         config = self._engine.config
-        per_rank = region.chunk_bytes()
         index = {group_key(group.group_id): i for i, group in enumerate(config.groups)}
 
         def group_of(key: ChunkKey) -> int:
             return index[key[-GROUP_ID_BYTES:]]
 
         return Geometry(
-            chunk_bytes=[sum(rank[i] for rank in per_rank) for i in range(len(config.groups))],
+            chunk_bytes=[share.payload_bytes for share in ranks.shares],
             tokens_per_chunk=[
                 group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups
             ],
             group_of=group_of,
         )
 
-    def _namespace(self, geometry: Geometry, model: Mapping[str, Any]) -> Namespace:
+    def _namespace(self, geometry: Geometry, ranks: Ranks, model: Mapping[str, Any]) -> Namespace:
         config = self._engine.config
         revision = model.get("model", {}).get("revision")
         fingerprint = weights_fingerprint(
@@ -279,6 +330,8 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             kv_format=_KV_FORMAT,
             chunk_bytes=dict(zip(ids, geometry.chunk_bytes, strict=True)),
             key_hash=hashed,
+            stored_layout=ranks.stored.value,
+            layer_names=dict(zip(ids, ranks.layer_names, strict=True)),
             model=model,
         )
         return namespace(self._engine, fingerprint, facts)

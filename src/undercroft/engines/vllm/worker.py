@@ -8,7 +8,7 @@ what a failure then means, see `slot_worker`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -25,15 +25,13 @@ from undercroft.engines.vllm.slot_worker import (
     Reports,
     SlotWorker,
     absolute_geometries,
-    chunk_payload_bytes,
-    group_geometries,
     writable_bytes,
 )
 from undercroft.engines.vllm.transfer_spec import SlotSpec
 from undercroft.errors import LayoutMismatch
 from undercroft.layout.plan import BlockPlaces, GroupGeometry, Offsets, TensorGeometry
 
-__all__ = ["SHUTDOWN_S", "CpuWorker", "chunk_payload_bytes", "group_geometries"]
+__all__ = ["SHUTDOWN_S", "CpuWorker"]
 
 _Copy: TypeAlias = Callable[[Span, Offsets, Span, Offsets, int], Iterator[int]]
 
@@ -44,7 +42,7 @@ class CpuWorker(SlotWorker):
     Args:
         kv_caches: The engine's tensors, in host memory, and the pages of each group.
         region: The host slots, `(region_bytes,)` contiguous writable bytes.
-        blocks_per_chunk: Blocks in a chunk, for every group.
+        groups: The stored layout of each group.
         report_failed: As `Reports.failed`; called by the mover.
         report_partial: As `Reports.partial`; called by the mover.
         clock: Times the copies, and how often a failure is told.
@@ -61,12 +59,11 @@ class CpuWorker(SlotWorker):
         kv_caches: CanonicalKVCaches,
         *,
         region: NDArray[np.uint8] | memoryview,
-        blocks_per_chunk: int,
+        groups: Sequence[GroupGeometry],
         report_failed: Callable[[int], None],
         report_partial: Callable[[int, int, int], None] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        groups = group_geometries(kv_caches, blocks_per_chunk)
         self._engine, tensors = _engine_span(kv_caches.tensors)
         slots = writable_bytes(region)
         self._region = Span.of(slots)
@@ -83,7 +80,7 @@ class CpuWorker(SlotWorker):
     def _store_steps(self, spec: GPULoadStoreSpec, slots: SlotSpec) -> Iterator[int]:
         for group, places, num_missing in self._store_parts(spec, slots):
             self._zero(group, int(places.slot_offsets[0]), num_missing)
-            for pages in self._pages(group, places):
+            for pages in self._pages(group, places, is_store=True):
                 yield from copy_pages(
                     self._region, pages.region, self._engine, pages.engine, pages.page_bytes
                 )
