@@ -18,9 +18,9 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
 
 from undercroft.config import OffloadingConfig
+from undercroft.engines.vllm.recurrent import last_blocks_only, recurrent_groups
 from undercroft.errors import ConfigError, LayoutMismatch
 from undercroft.layout.page_map import CopyRun, PageMap, coalesce
-from undercroft.engines.vllm.recurrent import last_blocks_only, recurrent_groups
 from undercroft.layout.plan import GroupGeometry, PageRef
 from undercroft.layout.stored import (
     Decision,

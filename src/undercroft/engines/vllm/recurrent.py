@@ -1,7 +1,7 @@
 """Which groups keep a recurrent state: of a chunk of theirs only the last block is ever used.
 
-A state stands for everything before it. vLLM hands out the state at a chunk's end, in one block, and
-asks for that block alone: the chunk's other blocks need no room, and nobody can fill them.
+A state stands for everything before it. vLLM hands out the state at a chunk's end, in one block,
+and asks for that block alone: the chunk's others need no room, and nobody can fill them.
 """
 
 from __future__ import annotations

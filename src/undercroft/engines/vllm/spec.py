@@ -184,8 +184,6 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
     @override
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         check_attention(get_current_vllm_config_or_none())
-        chunk_bytes = chunk_payload_bytes(kv_caches, self.blocks_per_chunk)
-        check_sizes(self._settings, [slot_bytes_for(n) for n in chunk_bytes])
         config = self._engine.config
         check_one_host(config)
         layout = rank_layout(kv_caches, config)

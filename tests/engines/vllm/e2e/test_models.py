@@ -64,7 +64,9 @@ def started(
     engine["before"] = (*engine.get("before", ()), *before)
     speculative = engine.get("speculative_config", {})
     if "model" in speculative:
-        engine["speculative_config"] = speculative | {"model": str(model_path(speculative["model"]))}
+        engine["speculative_config"] = speculative | {
+            "model": str(model_path(speculative["model"]))
+        }
     if not case.connector:
         return nursery.engine(case.model, settings, **engine)
     del settings["spec_name"], settings["spec_module_path"]
@@ -163,9 +165,7 @@ def drafts(engine: Engine) -> float:
 
 @pytest.mark.parametrize("case", ids(c for c in CASES if c.name.endswith("-plain")))
 @slow
-def test_disk_after_restart(
-    nursery: Nursery, results: Results, tmp_path: Path, case: Case
-) -> None:
+def test_disk_after_restart(nursery: Nursery, results: Results, tmp_path: Path, case: Case) -> None:
     """A new process finds all groups of what an ended one stored."""
     prompts = prompts_of(case)
     first = started(nursery, case, tmp_path)
@@ -192,9 +192,7 @@ def test_disk_after_restart(
 
 @pytest.mark.parametrize("connector", [False, True])
 @slow
-def test_two_adapters(
-    nursery: Nursery, results: Results, tmp_path: Path, connector: bool
-) -> None:
+def test_two_adapters(nursery: Nursery, results: Results, tmp_path: Path, connector: bool) -> None:
     """One prompt without and with two adapters: three answers, each from its own chunks."""
     lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
     engine = started(nursery, Case("", "", "", "llama", lora, connector=connector))
@@ -268,7 +266,7 @@ def test_preemption(nursery: Nursery, results: Results, plain: Plain, model: str
 @pytest.mark.parametrize("prompt_only", [True, False])
 @slow
 def test_answers(nursery: Nursery, results: Results, plain: Plain, prompt_only: bool) -> None:
-    """With `offload_prompt_only` off a second turn finds the first one's answer, else the prompt."""
+    """With `offload_prompt_only` off a second turn finds the first's answer, else the prompt."""
     question = prompt(330, seed=20)
     (answer,) = plain.answers([question], max_tokens=100)
     turn = question + list(answer.tokens) + prompt(40, seed=21)
@@ -331,3 +329,61 @@ def test_latents(nursery: Nursery, results: Results) -> None:
         test_loaded_is_computed.__wrapped__(nursery, results, case)  # type: ignore[attr-defined]
     else:
         results.note(case.name, "not run", why="the machine of the tests has no AMX")
+
+
+@slow
+def test_media_keys(results: Results) -> None:
+    """The same tokens around another image have other keys, so other chunks."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+
+    def keys(image: str | None) -> list[bytes]:
+        place = PlaceholderRange(offset=40, length=8)
+        media = [MultiModalFeatureSpec(None, "image", image, place)] if image else None
+        request = Request(
+            "r",
+            prompt_token_ids=list(range(96)),
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            mm_features=media,
+            block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256),
+        )
+        return [bytes(key) for key in request.block_hashes]
+
+    none, one, other = keys(None), keys("one"), keys("other")
+    assert none[0] == one[0] == other[0], "before the image"
+    assert len({none[1], one[1], other[1]}) == len({none[2], one[2], other[2]}) == 3
+    assert keys("one") == one
+    results.note("media", "served", compared_with="keys alone: no model with images was run")
+
+
+@slow
+def test_real_model(nursery: Nursery, results: Results) -> None:
+    """SmolLM2-135M with its real weights, which `make demo` fetches; elsewhere it is not run."""
+    folder = Path(__file__).resolve().parents[4] / ".cache" / "demo" / "SmolLM2-135M-Instruct"
+    if not (folder / "config.json").exists():
+        results.note("real_model", "not run", why="its weights are not here: run `make demo`")
+        return
+    engine = nursery.engine(str(folder), offload(host="256MiB"), max_model_len=4096)
+    prompts = [prompt(650, seed=1, shared=320), prompt(650, seed=2, shared=320)]
+    fresh = one_by_one(engine, prompts)
+    own = one_by_one(engine, prompts)
+    engine.settle()
+    engine.reset()
+    loaded = one_by_one(engine, prompts)
+    assert_alike(loaded, fresh)
+    assert_found(loaded, own, BLOCK_TOKENS, Case("", "", "", "smollm2"))
+    assert_needed(engine, prompts, loaded)
+    engine.close()
+    results.note(
+        "real_model",
+        "served",
+        compared_with="fresh",
+        loaded_tokens=[output.cached_tokens for output in loaded],
+        own_cache_tokens=[output.cached_tokens for output in own],
+    )

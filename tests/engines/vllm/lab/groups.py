@@ -20,12 +20,13 @@ def describe(driver: Any) -> dict[str, Any]:
     worker = get_kv_transfer_group().connector_worker
     config = worker.spec.config
     blocks_per_chunk = config.cache.blocks_per_chunk
-    caches = worker.worker._kv_caches
+    geometries = worker.worker._worker._worker._groups
     kinds = core_of(driver).scheduler.kv_cache_config.kv_cache_groups
-    held = Counter(key[-4:] for key, _ in manager_of(driver).hierarchy.pool.keys())
+    keys = list(manager_of(driver).hierarchy.pool.keys())
+    held = Counter(key[-4:] for key, _slot in keys)
     groups = []
-    for group, refs in zip(config.groups, caches.group_data_refs, strict=True):
-        chunk_bytes = blocks_per_chunk * sum(ref.page_size_bytes for ref in refs)
+    for group, geometry in zip(config.groups, geometries, strict=True):
+        chunk_bytes = geometry.payload_bytes
         groups.append(
             {
                 "kind": _kind(kinds[group.group_id].kv_cache_spec),
