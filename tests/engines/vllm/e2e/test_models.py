@@ -130,6 +130,10 @@ def ids(cases: Any) -> list[Any]:
 @pytest.mark.parametrize("case", ids(CASES))
 def test_loaded_is_computed(nursery: Nursery, results: Results, case: Case) -> None:
     """From host memory the same answers and as many hits as from the engine's own cache."""
+    reload(nursery, results, case)
+
+
+def reload(nursery: Nursery, results: Results, case: Case) -> None:
     engine = started(nursery, case)
     prompts = prompts_of(case)
     fresh = one_by_one(engine, prompts)
@@ -326,7 +330,7 @@ def test_latents(nursery: Nursery, results: Results) -> None:
         same_as="own cache",
     )
     if torch.cpu._is_amx_tile_supported():
-        test_loaded_is_computed.__wrapped__(nursery, results, case)  # type: ignore[attr-defined]
+        reload(nursery, results, case)
     else:
         results.note(case.name, "not run", why="the machine of the tests has no AMX")
 

@@ -196,7 +196,7 @@ OWN_CASES: tuple[Own, ...] = (
     Own(
         "media",
         "Llama",
-        "images: keys carry their hashes (no model with images)",
+        "images: hashes in the keys",
         "test_media_keys",
     ),
     Own("real_model", "SmolLM2-135M, real weights", "host memory", "test_real_model"),
