@@ -115,9 +115,9 @@ def rank_layout(kv_caches: CanonicalKVCaches, config: OffloadingConfig) -> RankL
             )
             for refs, (_, layers) in zip(kv_caches.group_data_refs, pages, strict=True)
         )
-    names = tuple(group.layer_names for group in config.groups)
-    recurrent = recurrent_groups(get_current_vllm_config_or_none(), names)
-    return RankLayout(decision, last_blocks_only(groups, recurrent), names)
+    layer_names = tuple(group.layer_names for group in config.groups)
+    recurrent = recurrent_groups(get_current_vllm_config_or_none(), layer_names)
+    return RankLayout(decision, last_blocks_only(groups, recurrent), layer_names)
 
 
 def direct_groups(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> tuple[GroupGeometry, ...]:

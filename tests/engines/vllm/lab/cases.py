@@ -12,7 +12,12 @@ HYBRID: dict[str, Any] = {"dtype": "bfloat16", "block_size": None, "max_model_le
 """Engines that choose their own block size, in the type that their kernels take."""
 MAMBA = HYBRID | {"before": ("patches:mamba_states",)}
 CHUNKED = {"max_num_batched_tokens": 128, "max_num_seqs": 8}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 1,
+    "prompt_lookup_min": 1,
+}
 EAGLE = {"method": "eagle", "model": "llama_eagle", "num_speculative_tokens": 2}
 DRAFTS = {"method": "draft_model", "model": "llama_other", "num_speculative_tokens": 2}
 SHORT = (650, 650, 330, 1000)
@@ -62,11 +67,15 @@ def _shape(
     *,
     engine: dict[str, Any] | None = None,
     lengths: tuple[int, ...] = SHORT,
+    in_chunks: tuple[int, ...] = (),
     chunked: dict[str, Any] | None = None,
     quick: tuple[str, ...] = (),
     **more: Any,
 ) -> list[Case]:
-    """What every shape is tried in: as it is, larger chunks, our connector, chunked prefill."""
+    """What every shape is tried in: as it is, larger chunks, our connector, chunked prefill.
+
+    Recurrent state is stored at the last whole block of a prompt: there a chunk has to end too.
+    """
     engine = {"max_model_len": 4096} | (engine or {})
     ways: list[tuple[str, str, dict[str, Any], dict[str, Any], bool]] = [
         ("plain", "host memory", {}, {}, False),
@@ -83,7 +92,7 @@ def _shape(
             engine=engine | arguments,
             settings=settings,
             connector=connector,
-            lengths=lengths,
+            lengths=in_chunks or lengths if way.startswith("chunks") else lengths,
             quick=way in quick,
             **more,
         )
@@ -115,6 +124,7 @@ CASES: tuple[Case, ...] = (
         "Qwen3-Next",
         engine=HYBRID,
         lengths=(2310, 3460),
+        in_chunks=(6920,),
         chunked={"max_num_batched_tokens": 2048},
         quick=("plain",),
     ),
@@ -122,7 +132,7 @@ CASES: tuple[Case, ...] = (
         "granite_hybrid",
         "Granite 4 hybrid",
         engine=MAMBA,
-        lengths=(1100, 1100, 1700),
+        lengths=(1600, 1600, 3100),
         chunked={"max_num_batched_tokens": 512},
         quick=("plain",),
     ),
@@ -130,14 +140,14 @@ CASES: tuple[Case, ...] = (
         "nemotron_h",
         "Nemotron-H",
         engine=MAMBA,
-        lengths=(1100, 1100, 1700),
+        lengths=(1600, 1600, 3100),
         chunked={"max_num_batched_tokens": 512},
     ),
     *_shape(
         "lfm2",
         "LFM2",
         engine=HYBRID,
-        lengths=(650, 650, 1100),
+        lengths=(800, 800, 1560),
         chunked={"max_num_batched_tokens": 256},
         same_as="own cache",
     ),
@@ -148,7 +158,6 @@ CASES: tuple[Case, ...] = (
         "speculative: n-grams",
         "llama",
         {"speculative_config": NGRAM, "before": ("patches:plain_ngrams",)},
-        period=64,
     ),
     Case(
         "eagle",
