@@ -37,6 +37,7 @@ class Case:
         connector: `UndercroftConnector` instead of vLLM's own with our spec.
         lengths: Of the prompts.
         shared: How many tokens the first three prompts begin with in common.
+        max_tokens: Of answers.
         period: Prompts repeat themselves after so many tokens; 0: they do not.
         same_as: What loaded chunks are compared with: `fresh` answers, or those from the engine's
             `own cache` where those differ from fresh ones in vLLM itself.
@@ -55,6 +56,7 @@ class Case:
     lengths: tuple[int, ...] = SHORT
     period: int = 0
     shared: int = 320
+    max_tokens: int = 8
     same_as: str = "fresh"
     tolerance: float = 1e-3
     fewer: tuple[str, int] = ("", 0)
@@ -125,6 +127,7 @@ CASES: tuple[Case, ...] = (
         engine=HYBRID,
         lengths=(2310, 3460),
         in_chunks=(6920,),
+        max_tokens=64,
         chunked={"max_num_batched_tokens": 2048},
         quick=("plain",),
     ),
