@@ -35,8 +35,8 @@ with a change to vLLM that the tests make (`tests/engines/vllm/lab/patches.py`);
 any prompt in an IndexError as soon as its prefix cache is on, whatever the connector. The n-gram
 proposer runs without its compiler there. vLLM hands out recurrent state at the last whole block of
 a prompt (and where chunked prefill stops); with `blocks_per_chunk` above 1 it can be stored only if
-a chunk ends there too, so keep 1 for hybrid models. Not run: MTP drafters, models with images (their
-keys are checked alone), Mamba 1 (broken in vLLM 0.32 on CPUs), other kernels than the CPU's.
+a chunk ends there too, so keep 1 for hybrid models. Not run: MTP drafters, models with images (only
+their keys are checked), Mamba 1 (broken in vLLM 0.32 on CPUs), other kernels than the CPU's.
 """
 ROOM = """
 ## Tokens held in equal bytes
