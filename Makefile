@@ -22,7 +22,7 @@ export PYTHONUNBUFFERED := 1
 
 .PHONY: help
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 .PHONY: demo
 demo: $(STAMPS)/demo $(STAMPS)/engine $(STAMPS)/package ## a long prompt on a real vLLM: cold, from host memory, from disk after a restart
@@ -31,6 +31,15 @@ demo: $(STAMPS)/demo $(STAMPS)/engine $(STAMPS)/package ## a long prompt on a re
 .PHONY: test
 test: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/prometheus ## all tests; ARGS="tests/tiers -x" picks some
 	@$(PY) -m pytest $(ARGS)
+
+.PHONY: test-slow
+test-slow: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## the tests that `make test` leaves out: every model shape and set-up, some minutes
+	@$(PY) -m pytest -m slow $(ARGS)
+
+.PHONY: models
+models: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## run every model shape, and write docs/reference/models.md from what comes of it
+	@UNDERCROFT_TEST_RESULTS=docs/reference/models.json $(PY) -m pytest -m "slow or not slow" tests/engines/vllm/e2e/test_models.py $(ARGS)
+	@$(PY) scripts/models_page.py
 
 .PHONY: check
 check: $(STAMPS)/dev $(STAMPS)/package ## lint, format, types, import contracts, tidiness: no engine needed

@@ -14,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
 
 from undercroft.config import OffloadingConfig
+from undercroft.engines.vllm.recurrent import last_blocks_only, recurrent_groups
 from undercroft.errors import ConfigError, LayoutMismatch
 from undercroft.layout.page_map import CopyRun, PageMap, coalesce
 from undercroft.layout.plan import GroupGeometry, PageRef
@@ -113,7 +115,9 @@ def rank_layout(kv_caches: CanonicalKVCaches, config: OffloadingConfig) -> RankL
             )
             for refs, (_, layers) in zip(kv_caches.group_data_refs, pages, strict=True)
         )
-    return RankLayout(decision, groups, tuple(group.layer_names for group in config.groups))
+    layer_names = tuple(group.layer_names for group in config.groups)
+    recurrent = recurrent_groups(get_current_vllm_config_or_none(), layer_names)
+    return RankLayout(decision, last_blocks_only(groups, recurrent), layer_names)
 
 
 def direct_groups(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> tuple[GroupGeometry, ...]:

@@ -45,6 +45,7 @@ from undercroft.engines.vllm.platforms import Platform
 from undercroft.engines.vllm.rank_layout import Ranks, rank_layout
 from undercroft.engines.vllm.slot_worker import Reports, SlotWorker
 from undercroft.engines.vllm.tally import Tally
+from undercroft.engines.vllm.unserved import check_attention
 from undercroft.engines.vllm.version import doubt
 from undercroft.hierarchy.hierarchy import failed_chunk
 from undercroft.hierarchy.region import Region, RegionConfig
@@ -184,6 +185,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
 
     @override
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        check_attention(get_current_vllm_config_or_none())
         config = self._engine.config
         check_one_host(config)
         layout = rank_layout(kv_caches, config)

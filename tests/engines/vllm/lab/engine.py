@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -76,7 +76,13 @@ def prompt(num_tokens: int, seed: int, shared: int = 0) -> list[int]:
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a small, quiet, single-threaded engine that can import this checkout."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path.rstrip(os.pathsep), **extra}
+    # What is meant for the tests is no setting of the library, which would refuse it.
+    given = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("UNDERCROFT_TEST_", "UNDERCROFT_LAB_"))
+    }
+    return {**given, **_ENVIRONMENT, "PYTHONPATH": path.rstrip(os.pathsep), **extra}
 
 
 def engine_arguments(
@@ -116,7 +122,9 @@ class Engine:
         self._lines = self._socket.makefile("rw", encoding="utf-8")
         self.pid = 0
 
-    def start(self, arguments: dict[str, Any]) -> None:
+    def start(self, arguments: dict[str, Any], before: Sequence[str] = ()) -> None:
+        for function in before:
+            self.inside(function)
         started = self._do("start", engine=arguments)
         self.pid = started["pid"]
         self.num_blocks = started["num_blocks"]
@@ -239,12 +247,20 @@ class Nursery:
             time.sleep(0.05)
 
     def engine(
-        self, model: str = "llama", offload: dict[str, Any] | None = None, **overrides: Any
+        self,
+        model: str = "llama",
+        offload: dict[str, Any] | None = None,
+        *,
+        before: Sequence[str] = (),
+        **overrides: Any,
     ) -> Engine:
-        """A started engine; `offload` is the connector's extra config, None: no connector."""
+        """A started engine; `offload` is the connector's extra config, None: no connector.
+
+        `before` names functions, as for `Engine.inside`, to call before it starts.
+        """
         engine = Engine(self._address, self.log)
         self._engines.append(engine)
-        engine.start(engine_arguments(model, offload, **overrides))
+        engine.start(engine_arguments(model, offload, **overrides), before)
         return engine
 
     def log_text(self) -> str:
