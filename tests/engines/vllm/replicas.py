@@ -4,6 +4,7 @@ Every rank's tensors are cut out of one unsharded reference by plain numpy, and 
 from vLLM's own derivation; neither knows the code under test.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,14 @@ def reference(groups: Any, seed: int = 0) -> Any:
     ]
 
 
+def _told(config: Any) -> Any:
+    """What a rank may see: here nobody computes attention, which not every CPU can over latents."""
+    told = copy.copy(config)
+    told.model_config = copy.copy(config.model_config)
+    told.model_config.use_mla = False
+    return told
+
+
 class Replica:
     """All ranks and the scheduler of one replica."""
 
@@ -121,7 +130,7 @@ class Replica:
                 spec = UndercroftSpec(build_offloading_config(config, cache))
                 tensors = self._tensors(rank)
                 worker = OffloadingConnectorWorker(spec, config, cache)
-                with set_current_vllm_config(config):  # as vLLM's worker does
+                with set_current_vllm_config(_told(config)):  # as vLLM's worker does
                     worker.register_kv_caches(tensors)
                 self.ranks.append(worker.worker)
                 self.tensors.append(tensors)

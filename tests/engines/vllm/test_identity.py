@@ -46,10 +46,6 @@ DECIDES = {
     "--dtype": (["--dtype", "float16"], "model.dtype"),
     "--kv-cache-dtype fp8": (["--kv-cache-dtype", "fp8"], "cache.cache_dtype"),
     "--kv-cache-dtype fp8_e5m2": (["--kv-cache-dtype", "fp8_e5m2"], "cache.cache_dtype"),
-    "--kv-cache-dtype int8_per_token_head": (
-        ["--kv-cache-dtype", "int8_per_token_head"],
-        "cache.cache_dtype",
-    ),
     "--quantization": (["--quantization", "fp8"], "model.quantization"),
     "--revision": (["--revision", "abc"], "model.revision"),
     "--disable-sliding-window": (["--disable-sliding-window"], "model.disable_sliding_window"),

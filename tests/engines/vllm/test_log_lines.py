@@ -22,6 +22,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
         for name in ("handlers", "level", "propagate"):
             monkeypatch.setattr(logger, name, getattr(logger, name))
     ours.handlers, theirs.handlers = [], [handler]
+    ours.propagate = True  # else pytest gives it handlers of its own
     theirs.setLevel(logging.INFO)
     yield stream
     ours.manager._clear_cache()

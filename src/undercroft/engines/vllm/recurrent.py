@@ -29,7 +29,7 @@ def recurrent_groups(
         config: The engine's whole configuration; None where it does not tell: then none is known.
         layer_names: Of each group.
     """
-    if config is None or config.cache_config.mamba_cache_mode != _ALIGNED:
+    if config is None or getattr(config.cache_config, "mamba_cache_mode", None) != _ALIGNED:
         return frozenset()
     layers = config.compilation_config.static_forward_context
     return frozenset(
