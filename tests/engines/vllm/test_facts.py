@@ -289,6 +289,17 @@ def test_values_become_short_json():
     assert len(json.dumps(found, allow_nan=False)) < 2_000
 
 
+def test_an_object_of_a_plug_in_counts_by_its_hash():
+    """Its words have an address in them, which no other start has."""
+
+    class Hashed:
+        def __init__(self, value):
+            self.compute_hash = lambda: value
+
+    one, same, other = (engine(additional_config=Hashed(value)) for value in "aab")
+    assert model_facts(one) == model_facts(same) != model_facts(other)
+
+
 def test_facts_leave_no_trace_in_the_region():
     """The scheduler reads what the rank left, and slots begin empty."""
     region = memoryview(bytearray(1 << 16))

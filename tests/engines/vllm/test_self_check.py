@@ -95,6 +95,16 @@ def test_its_own_fault_ends_it_and_costs_nothing_else(method, caplog, monkeypatc
         assert ["fault in the self-check" in line.getMessage() for line in lines] == [True]
 
 
+def test_a_prompt_it_cannot_read_ends_it_and_costs_nothing_else(caplog):
+    """A request as a later engine may have it."""
+    with checked(connector=UndercroftConnector) as (rig, _):
+        rig.manager.prompt_came(object())
+        rig.manager.prompt_came(object())
+        assert rig.manager.check.is_over
+        assert not rig.manager.is_off
+        assert caplog.text.count("fault in the self-check") == 1
+
+
 # --- a group that makes a miss of everything ------------------------------------------------
 
 

@@ -90,6 +90,9 @@ def _leaf(value: object) -> object:
     name = getattr(value, "__qualname__", None)
     if name is not None:  # a class or a function
         return f"{getattr(value, '__module__', '')}.{name}"
+    compute_hash = getattr(value, "compute_hash", None)
+    if callable(compute_hash):  # vLLM's way for objects of plug-ins
+        return str(compute_hash())
     return _short(str(value).removeprefix("torch."))
 
 

@@ -83,8 +83,7 @@ def _unfailing(
         try:
             method(self, *args, **kwargs)
         except Exception:  # noqa: BLE001 - see above
-            self.is_over = True
-            _LOG.exception("fault in the self-check; it says no more. Please report this.")
+            self.end()
 
     return call
 
@@ -139,6 +138,11 @@ class SelfCheck:
             self._look_at_s = now_s + _LEAST_S
         evidence.began_s.setdefault(cause, now_s)
         return evidence
+
+    def end(self) -> None:
+        """Say no more, because of the exception that is being handled."""
+        self.is_over = True
+        _LOG.exception("fault in the self-check; it says no more. Please report this.")
 
     # --- what is told -------------------------------------------------------------------------
 
