@@ -22,9 +22,11 @@ HEAD = """# Models and set-ups
 <!-- Written by scripts/models_page.py from models.json; edit those. -->
 
 What a real vLLM 0.32 gave, on a CPU, with tiny models of each shape. **Served** means: answers from
-loaded chunks are those of computed ones, token for token, as many tokens are found as in the
-engine's own prefix cache, in whole chunks, and with what was loaded overwritten by zeros every
-answer changes. **Refused** means: the engine does not start, and says why. The cases are in
+loaded chunks are those of computed ones, token for token and with log-probabilities within 0.001,
+and as many tokens are found as in the engine's own prefix cache, in whole chunks. As a control,
+what was loaded is overwritten by zeros: the tokens of at least one answer then change, and of each
+answer the tokens, or a log-probability by over 0.03. Where less was compared, the page says so.
+**Refused** means: the engine does not start, and says why. The cases are in
 `tests/engines/vllm/lab/cases.py`; `make models` runs them all and writes this page anew.
 
 """

@@ -25,6 +25,8 @@ SEEN = {
     "fault while looking ahead; this engine does so no more": ONCE,
     "drafter: %s": ONCE,
     "this engine does not tell its configuration": ONCE,
+    "this engine's configuration cannot be read": ONCE,
+    "fault in the self-check; it says no more": ONCE,
     "weights may be replaced while this engine runs": ONCE,
     "this vLLM has settings that are not known": ONCE,
     "canonical_layout was asked for": ONCE,

@@ -106,12 +106,48 @@ def test_where_nothing_can_be_known_nothing_is_shared(config, caplog):
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, True),
         ({"rope_scaling": {"type": "su"}}, True),
         ({"model_type": "llama4_text"}, True),
+        ({"quantization_config": {"activation_scheme": "dynamic"}}, False),
     ],
 )
 def test_the_longest_prompt_counts_where_it_decides_bytes(hf, counts):
     """`--max-model-len` chooses LongRoPE's factors and Llama 4's temperature, else nothing."""
     short, long = (engine(hf, model={"max_model_len": n}) for n in (4096, 131072))
     assert (model_facts(short) != model_facts(long)) is counts
+
+
+def test_a_length_that_vllm_writes_into_the_model_does_not_count():
+    """It does so for MiniMax M2, to size a table."""
+    short, long = (engine({"max_model_len": n}) for n in (4096, 131072))
+    assert model_facts(short) == model_facts(long)
+
+
+def test_backends_of_stages_that_rank_0_does_not_see_count_as_asked_for():
+    """With one stage its layers say what was chosen, and what was asked for does not count."""
+
+    def asking(pp_size, kinds):
+        return engine(
+            parallel_config=SimpleNamespace(pipeline_parallel_size=pp_size),
+            attention_config=SimpleNamespace(backend_per_kind=kinds),
+        )
+
+    one, two = {"sliding": "FLASH_ATTN"}, {"sliding": "TRITON_ATTN"}
+    assert model_facts(asking(1, one)) == model_facts(asking(1, two)) == model_facts(engine())
+    assert model_facts(asking(2, one)) != model_facts(asking(2, two))
+    assert model_facts(asking(2, {})) == model_facts(engine())
+
+
+def test_a_configuration_that_cannot_be_read_does_not_keep_the_engine_from_starting(caplog):
+    """Its chunks are nobody else's then, and a line says so."""
+
+    class Odd(HfConfig):
+        def to_dict(self):
+            raise TypeError("odd")
+
+    config = engine()
+    config.model_config.hf_config = Odd()
+    assert model_facts(config) != model_facts(config)
+    assert "cannot be read" in caplog.text
+    assert "TypeError: odd" in caplog.text
 
 
 def test_random_weights_of_one_seed_are_the_same():
@@ -189,11 +225,31 @@ def test_a_field_of_a_later_version_counts_where_it_is_not_at_its_default(caplog
     assert model_facts(later) == model_facts(plain)
     assert not caplog.records
     later.cache_config = Later(invented=8, rounding={"mode": "up"})
-    assert model_facts(later)["unjudged"] == {
-        "cache_config.invented": 8,
-        "cache_config.rounding": {"mode": "up"},
-    }
+    found = model_facts(later)["unjudged"]
+    assert found["cache_config.invented"] == 8
+    assert found["cache_config.rounding"].startswith("sha256:")
     assert "cache_config.invented, cache_config.rounding" in caplog.text
+    later.cache_config.rounding = {"mode": "down"}
+    assert model_facts(later)["unjudged"] != found
+
+
+def needs_the_others(others):
+    raise AssertionError(others)
+
+
+@dataclass
+class Linked:
+    """Its field's default follows from other fields."""
+
+    cache_dtype: str = "auto"
+    linked: int = field(default_factory=needs_the_others)
+
+
+def test_a_later_field_without_a_plain_default_counts():
+    """Nobody can say whether it is at its default."""
+    config = engine()
+    config.cache_config = Linked(linked=3)
+    assert model_facts(config)["unjudged"] == {"cache_config.linked": 3}
 
 
 def test_values_that_may_be_secret_are_digests():
@@ -203,6 +259,9 @@ def test_values_that_may_be_secret_are_digests():
     found = model_facts(config)
     assert found != model_facts(engine())
     assert "hunter2" not in json.dumps(found)
+    later = engine()
+    later.cache_config = Later(rounding={"api_key": "hunter2"})
+    assert "hunter2" not in json.dumps(model_facts(later))
 
 
 def test_the_environment_counts_where_it_is_judged_to():
@@ -228,6 +287,17 @@ def test_values_become_short_json():
     )
     found = model_facts(engine({"long": list(range(10_000)), "text": "x" * 10_000}))
     assert len(json.dumps(found, allow_nan=False)) < 2_000
+
+
+def test_an_object_of_a_plug_in_counts_by_its_hash():
+    """Its words have an address in them, which no other start has."""
+
+    class Hashed:
+        def __init__(self, value):
+            self.compute_hash = lambda: value
+
+    one, same, other = (engine(additional_config=Hashed(value)) for value in "aab")
+    assert model_facts(one) == model_facts(same) != model_facts(other)
 
 
 def test_facts_leave_no_trace_in_the_region():

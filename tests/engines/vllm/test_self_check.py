@@ -77,6 +77,34 @@ def test_trouble_that_passes_within_a_minute_is_no_fault(caplog):
         assert warnings(caplog) == []
 
 
+@pytest.mark.parametrize("method", ["_begin", "_missed", "_cause"])
+def test_its_own_fault_ends_it_and_costs_nothing_else(method, caplog, monkeypatch):
+    """One line; the cache stays on, and serves."""
+
+    def fails(*_args):
+        raise RuntimeError("a fault of the self-check")
+
+    with checked({"host": "128KiB"}) as (rig, clock):
+        monkeypatch.setattr(rig.manager.check, method, fails)
+        spread(rig, clock, [prompt(n % 6, 160) for n in range(1, 30)], 10.0)
+        assert rig.manager.check.is_over
+        assert not rig.manager.is_off
+        spread(rig, clock, [prompt(80, 100)] * 2)
+        assert rig.hierarchy.counters.hit_chunks["host"] > 0
+        lines = [each for each in caplog.records if each.name.endswith("self_check")]
+        assert ["fault in the self-check" in line.getMessage() for line in lines] == [True]
+
+
+def test_a_prompt_it_cannot_read_ends_it_and_costs_nothing_else(caplog):
+    """A request as a later engine may have it."""
+    with checked(connector=UndercroftConnector) as (rig, _):
+        rig.manager.prompt_came(object())
+        rig.manager.prompt_came(object())
+        assert rig.manager.check.is_over
+        assert not rig.manager.is_off
+        assert caplog.text.count("fault in the self-check") == 1
+
+
 # --- a group that makes a miss of everything ------------------------------------------------
 
 

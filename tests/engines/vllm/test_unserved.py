@@ -1,5 +1,7 @@
 """Engines that would answer wrongly are refused; those that answer rightly are not."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,8 +9,21 @@ import pytest
 import torch
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from undercroft.engines.vllm import unserved
+from undercroft.engines.vllm import preview, unserved
 from undercroft.errors import ConfigError
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 8192,
+    "dtype": "bfloat16",
+}
 
 
 def config(*, cache_dtype: str = "auto", use_mla: bool = False, backend: Any = None) -> Any:
@@ -54,6 +69,21 @@ def test_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     has_tiles(monkeypatch, False)
     for given in (config(), config(cache_dtype="fp8"), None):
         unserved.check_attention(given)
+
+
+def test_doctor_foresees_it(tmp_path: Path) -> None:
+    """In seconds, with the line that an engine shows only after its weights are loaded."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    transfer = {
+        "kv_connector": "UndercroftConnector",
+        "kv_connector_module_path": "undercroft.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"host": "16MiB"},
+    }
+    words = [str(tmp_path), "--kv-transfer-config", json.dumps(transfer)]
+    assert preview.preview(words)["refused"] is None
+    refused = preview.preview([*words, "--kv-cache-dtype", "int8_per_token_head"])["refused"]
+    assert refused.startswith("not served: --kv-cache-dtype int8_per_token_head")
 
 
 def test_int8_writes_over_the_next_block() -> None:

@@ -130,17 +130,21 @@ class ConnectedManager(UndercroftManager):
         found = self.hierarchy.ahead.finds(key, scout)
         return LookupResult.HIT if found else LookupResult.MISS
 
-    @safe(lambda: None)
     def prompt_came(self, prompt: EngineRequest) -> None:
         """What the self-check wants to know of a request, and a context does not say."""
-        tokens, adapter = prompt.prompt_token_ids, prompt.lora_request
-        is_plain = prompt.cache_salt is not None and tokens and not prompt.mm_features
-        self.check.came(
-            prompt.num_prompt_tokens,
-            tokens[:_BEGINNING_TOKENS] if is_plain else None,
-            prompt.cache_salt,
-            adapter.lora_name if adapter else "",
-        )
+        if self.is_off or self.check.is_over:
+            return
+        try:
+            tokens, adapter = prompt.prompt_token_ids, prompt.lora_request
+            is_plain = prompt.cache_salt is not None and tokens and not prompt.mm_features
+            self.check.came(
+                prompt.num_prompt_tokens,
+                tokens[:_BEGINNING_TOKENS] if is_plain else None,
+                prompt.cache_salt,
+                adapter.lora_name if adapter else "",
+            )
+        except Exception:  # noqa: BLE001 - engine internals are read here, and they move
+            self.check.end()
 
     # --- loads that failed --------------------------------------------------------------------
 

@@ -42,11 +42,16 @@ _NOT_ABOUT_BYTES = {
     "torch_dtype",
     "id2label",
     "label2id",
+    "max_model_len",
 }
-"""Of a model's own configuration; the type that counts is the engine's."""
+"""Of a model's own configuration. The type that counts is the engine's; the length is written there
+by vLLM for one model, see `_depends_on_context`."""
 _MAX_SHOWN = 48
 _SWITCHES = {"parallel_drafting", "use_heterogeneous_vocab", "disable_eagle_block_drop"}
 _CONTEXT_ROPES = ("longrope", "dynamic", '"su"')
+_QUANTISERS = {"quantization_config", "compression_config"}
+"""Of a model's own configuration; scales of theirs are "dynamic", too."""
+_NO_DEFAULT = object()
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -85,6 +90,9 @@ def _leaf(value: object) -> object:
     name = getattr(value, "__qualname__", None)
     if name is not None:  # a class or a function
         return f"{getattr(value, '__module__', '')}.{name}"
+    compute_hash = getattr(value, "compute_hash", None)
+    if callable(compute_hash):  # vLLM's way for objects of plug-ins
+        return str(compute_hash())
     return _short(str(value).removeprefix("torch."))
 
 
@@ -92,6 +100,11 @@ def _sealed(value: object) -> object:
     """A digest of what may hold credentials; manifests are readable."""
     text = json.dumps(_plain(value), sort_keys=True)
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _veiled(value: object) -> object:
+    """`value` if it cannot be a credential, else its digest: nobody knows what it is for."""
+    return value if isinstance(value, bool | int | float | None) else _sealed(value)
 
 
 def _is_empty(value: object) -> bool:
@@ -124,21 +137,23 @@ def _unjudged(room: Room, source: object) -> Iterator[tuple[str, object]]:
     for field in dataclasses.fields(source):
         if field.name in room.names:
             continue
-        default = _default(field)
         value = _plain(getattr(source, field.name, None))
-        if value != default:
-            yield field.name, value
+        if value != _default(field):
+            yield field.name, _veiled(value)
 
 
 def _default(field: dataclasses.Field[Any]) -> object:
     # vLLM's classes are pydantic's, which keeps the default in a description of the field.
     described = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        return _plain(field.default_factory())
-    factory = getattr(described, "default_factory", None)
-    if callable(factory):
+    factory: object = field.default_factory
+    if factory is dataclasses.MISSING:
+        factory = getattr(described, "default_factory", None)
+    if not callable(factory):
+        return _plain(getattr(described, "default", described))
+    try:
         return _plain(factory())
-    return _plain(getattr(described, "default", described))
+    except Exception:  # noqa: BLE001 - pydantic's may want the other fields; or whatever else
+        return _NO_DEFAULT
 
 
 # --- by hand --------------------------------------------------------------------------------------
@@ -181,7 +196,8 @@ def _depends_on_context(hf_config: Mapping[str, Any]) -> bool:
     LongRoPE takes its long factors for all positions if that exceeds the original length; Llama 4
     turns on a temperature of its attention; dynamic NTK scales its base.
     """
-    rope = json.dumps(hf_config, default=str).lower()
+    told = {name: value for name, value in hf_config.items() if name not in _QUANTISERS}
+    rope = json.dumps(told, default=str).lower()
     is_scaled = any(word in rope for word in _CONTEXT_ROPES)
     return is_scaled or str(hf_config.get("model_type")).startswith("llama4")
 
@@ -264,6 +280,10 @@ def model_facts(config: VllmConfig | None, environ: Mapping[str, str]) -> dict[s
             where the engine does not tell: then the facts equal no others.
         environ: The process's environment.
 
+    Returns:
+        Facts that equal no others, too, if the configuration cannot be read: no oddity of an engine
+        keeps it from starting.
+
     Cost: where there is a drafter, that of `weights_fingerprint`.
     """
     if config is None:
@@ -272,12 +292,24 @@ def model_facts(config: VllmConfig | None, environ: Mapping[str, str]) -> dict[s
             "be found, and nothing stored now will be found later"
         )
         return {"unknown": secrets.token_hex(16)}
+    try:
+        return _facts(config, environ)
+    except Exception:  # noqa: BLE001 - an engine that starts without its cache is better than none
+        _LOG.exception(
+            "this engine's configuration cannot be read, please report this: nothing stored "
+            "earlier will be found, and nothing stored now will be found later"
+        )
+        return {"unknown": secrets.token_hex(16)}
+
+
+def _facts(config: VllmConfig, environ: Mapping[str, str]) -> dict[str, Any]:
     unjudged: dict[str, Any] = {}
     facts = _of_room(ENGINE, config, "", unjudged)
     model = config.model_config
     facts["model"] = facts.get("model", {}) | _model(model)
     _tidy_speculative(facts, config, environ)
     _tidy_lora(facts, config)
+    _tell_of_other_stages(facts, config)
     layers = _layers(config)
     facts["layers"] = layers
     facts["device"] = _device(layers)
@@ -330,6 +362,14 @@ def _tidy_lora(facts: dict[str, Any], config: VllmConfig) -> None:
     if getattr(lora, "enable_tower_connector_lora", False):
         found = found | {"enable_tower_connector_lora": True}
     facts["lora"] = found
+
+
+def _tell_of_other_stages(facts: dict[str, Any], config: VllmConfig) -> None:
+    """Rank 0 has the layers of one pipeline stage: of the others there is what was asked for."""
+    asked = getattr(getattr(config, "attention_config", None), "backend_per_kind", None)
+    num_stages = getattr(getattr(config, "parallel_config", None), "pipeline_parallel_size", 1)
+    if asked and num_stages != 1:
+        facts["attention"] = facts.get("attention", {}) | {"backend_per_kind": _plain(asked)}
 
 
 # --- from a rank to the scheduler -----------------------------------------------------------------

@@ -166,7 +166,10 @@ _ATTENTION = Room(
         }
     ),
     by_hand=_each(
-        {"backend backend_per_kind": "as really chosen, by layer, see `layers`; not as asked for"}
+        {
+            "backend": "as really chosen, by layer, see `layers`; not as asked for",
+            "backend_per_kind": "so too; but with several pipeline stages as asked for, too",
+        }
     ),
     leaves=_each(
         {
@@ -365,12 +368,15 @@ ENVIRONMENT = _each(
         "VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD "
         "VLLM_MARLIN_INPUT_DTYPE VLLM_HUMMING_ONLINE_QUANT_CONFIG VLLM_HUMMING_INPUT_QUANT_CONFIG "
         "VLLM_HUMMING_USE_F16_ACCUM VLLM_DEEPEPLL_NVFP4_DISPATCH VLLM_USE_DEEP_GEMM_E8M0 "
+        "VLLM_USE_DEEP_GEMM VLLM_MOE_USE_DEEP_GEMM VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4 "
         "VLLM_B12X_MOE_FP4_FORCE_A16 VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE "
         "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION VLLM_ROCM_USE_AITER_FP8BMM "
         "VLLM_ROCM_USE_AITER_FP4BMM": "precision of what is computed",
         "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT VLLM_ROCM_USE_AITER VLLM_ROCM_USE_AITER_MHA "
         "VLLM_SSM_CONV_STATE_LAYOUT": "how elements lie in a page",
         "VLLM_MLA_DISABLE": "what is kept of a token",
+        "VLLM_DISABLED_KERNELS": "which kernels are left: some quantise activations, others do not",
+        "VLLM_VIDEO_LOADER_BACKEND": "how media become embeddings, as `media_io_kwargs`",
         "VLLM_MOE_ROUTING_SIMULATION_STRATEGY VLLM_TEST_FORCE_LOAD_FORMAT": "made-up results",
         "VLLM_PP_LAYER_PARTITION": "which stage has which layer",
     }

@@ -35,6 +35,7 @@ from undercroft.config import from_engine
 from undercroft.engines.accelerator.torch_device import DEVICE_TYPES
 from undercroft.engines.vllm import UndercroftSpec
 from undercroft.engines.vllm.hosts import check_one_host
+from undercroft.engines.vllm.unserved import check_attention
 from undercroft.engines.vllm.version import doubt
 from undercroft.errors import ConfigError, KvError
 
@@ -117,6 +118,7 @@ def _foresee(config: VllmConfig, found: dict[str, Any]) -> None:
         )
     offloading = build_offloading_config(config, _cache_config(config))
     UndercroftSpec(offloading)
+    check_attention(config)
     check_one_host(from_engine(offloading).config, config)
     if "unforeseen" not in found:
         blocks = offloading.cache.blocks_per_chunk

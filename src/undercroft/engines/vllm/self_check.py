@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Concatenate, ParamSpec
 
 from undercroft.clock import Clock
 from undercroft.engines.vllm import self_check_texts as texts
@@ -50,6 +52,7 @@ _MAX_REMEMBERED = 4096
 _MAX_COUNTED = 20_000
 """Chunks of level 0 looked at before a warning; the one time costs some milliseconds."""
 _HIT = int(Answer.HIT)
+_P = ParamSpec("_P")
 _AS_RESULTS = ("group", "gone", "declined", "held_up", "unavailable")
 
 
@@ -68,6 +71,23 @@ class _Seen:
         return was_there
 
 
+def _unfailing(
+    method: Callable[Concatenate[SelfCheck, _P], None],
+) -> Callable[Concatenate[SelfCheck, _P], None]:
+    """End the self-check at its first fault: what only watches must not cost the cache."""
+
+    @wraps(method)
+    def call(self: SelfCheck, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        if self.is_over:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception:  # noqa: BLE001 - see above
+            self.end()
+
+    return call
+
+
 class SelfCheck:
     """Told what is offered for storing and which requests begin; says when all of it is in vain.
 
@@ -77,6 +97,8 @@ class SelfCheck:
         groups: The engine's id of each group, by what `Request.group_of` says of its keys, and
             the tokens of its chunks. None stands for the only group.
 
+    No fault in here reaches the caller: the first one ends the self-check.
+
     Threads: the scheduler's. Cost: some 5 us a request, 2 us a store, 0.3 us a step; nothing a key,
     but a walk over the last lookups of a request that some groups had chunks of and was not served.
     """
@@ -85,6 +107,8 @@ class SelfCheck:
         self, hierarchy: Hierarchy, *, clock: Clock, groups: Mapping[object, tuple[int, int]]
     ) -> None:
         self.clock = clock
+        self.is_over = False
+        """Whether a fault has ended it."""
         self._hierarchy = hierarchy
         self._counters = hierarchy.counters
         self._groups = {
@@ -115,8 +139,14 @@ class SelfCheck:
         evidence.began_s.setdefault(cause, now_s)
         return evidence
 
+    def end(self) -> None:
+        """Say no more, because of the exception that is being handled."""
+        self.is_over = True
+        _LOG.exception("fault in the self-check; it says no more. Please report this.")
+
     # --- what is told -------------------------------------------------------------------------
 
+    @_unfailing
     def planned(
         self, request: Request, keys: Sequence[ChunkKey], chunks_of_groups: Sequence[int]
     ) -> None:
@@ -133,6 +163,7 @@ class SelfCheck:
                 self._stored.add(keys[first], num_bytes)
                 first += count
 
+    @_unfailing
     def declined(self, request: Request, keys: Collection[ChunkKey]) -> None:
         """Nothing of what `request` offered was let in, although some of it is not here."""
         self._begin("full")
@@ -140,6 +171,7 @@ class SelfCheck:
             request.is_known = True
             self._stored.add(next(iter(keys)), -1)
 
+    @_unfailing
     def came(
         self, num_tokens: int, beginning: Sequence[int] | None, salt: str | None, adapter: str
     ) -> None:
@@ -168,6 +200,7 @@ class SelfCheck:
             evidence.num_alike += 1
             evidence.num_salts += not is_salt_known
 
+    @_unfailing
     def forget(self) -> None:
         """The cache was reset."""
         self._stored = _Seen()
@@ -175,6 +208,7 @@ class SelfCheck:
 
     # --- a request begins to run --------------------------------------------------------------
 
+    @_unfailing
     def began(self, requests: Iterable[Request | None]) -> None:
         """These run now, with what was loaded for them or without. Before the step's end."""
         results = self._counters.requests
@@ -242,9 +276,11 @@ class SelfCheck:
 
     def look(self) -> None:
         """At the end of a step: has it been in vain for long enough? Cost: a comparison."""
-        evidence = self._evidence
-        if evidence is None:
-            return
+        if self._evidence is not None:
+            self._look_at(self._evidence)
+
+    @_unfailing
+    def _look_at(self, evidence: Evidence) -> None:
         now_s = self.clock.now_s()
         if now_s < self._look_at_s:
             return

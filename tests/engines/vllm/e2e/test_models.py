@@ -235,7 +235,7 @@ def test_two_adapters(nursery: Nursery, results: Results, tmp_path: Path, connec
     engine.zero_loads(on=True)
     assert all(a["tokens"] != b["tokens"] for a, b in zip(answers(), fresh, strict=True))
     engine.close()
-    results.note("adapters", "served", compared_with="fresh")
+    results.note("adapters", "served", compared_with="fresh, by tokens alone")
 
 
 @slow
@@ -244,16 +244,19 @@ def test_salts(nursery: Nursery, results: Results) -> None:
     engine = nursery.engine("llama", offload())
     question, whole = prompt(650, seed=1), 650 // BLOCK_TOKENS * BLOCK_TOKENS
 
-    def hits(salt: str | None) -> int:
+    def asked(salt: str | None) -> dict[str, Any]:
         engine.settle()
         engine.reset()
-        return int(engine.inside("asking:ask", prompt=question, salt=salt)["external_tokens"])
+        answer: dict[str, Any] = engine.inside("asking:ask", prompt=question, salt=salt)
+        return answer
 
-    assert [hits("a"), hits("b"), hits("a"), hits("c"), hits(None), hits("b")] == [
-        0, 0, whole, 0, 0, whole,
-    ]  # fmt: skip
+    answers = [asked(salt) for salt in ("a", "b", "a", "c", None, "b")]
+    assert [answer["external_tokens"] for answer in answers] == [0, 0, whole, 0, 0, whole]
+    assert len({tuple(answer["tokens"]) for answer in answers}) == 1
+    engine.zero_loads(on=True)
+    assert asked("a")["tokens"] != answers[0]["tokens"]
     engine.close()
-    results.note("salts", "served", compared_with="fresh")
+    results.note("salts", "served", compared_with="fresh, by tokens alone")
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
@@ -277,7 +280,8 @@ def test_preemption(nursery: Nursery, results: Results, plain: Plain, model: str
     zeroed = one_by_one(engine, prompts, max_tokens=60)
     assert all(a.tokens != b.tokens for a, b in zip(zeroed, expected, strict=True))
     engine.close()
-    results.note(f"preemption-{model}", "served", compared_with="an engine without a connector")
+    with_what = "an engine without a connector; tokens found are not counted"
+    results.note(f"preemption-{model}", "served", compared_with=with_what)
 
 
 @pytest.mark.parametrize("prompt_only", [True, False])
@@ -376,7 +380,9 @@ def test_media_keys(results: Results) -> None:
     assert none[0] == one[0] == other[0], "before the image"
     assert len({none[1], one[1], other[1]}) == len({none[2], one[2], other[2]}) == 3
     assert keys("one") == one
-    results.note("media", "served", compared_with="keys alone: no model with images was run")
+    results.note(
+        "media", "not run", why="no model with images; that its keys name the image is checked"
+    )
 
 
 @slow
