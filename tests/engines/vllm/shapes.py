@@ -82,6 +82,7 @@ def engine_config(extra: Any, engine_id: str = "rig", **changes: Any) -> Any:
             enable_prefix_caching=True,
             prefix_match_unit=None,
             prefix_cache_retention_interval=None,
+            mamba_cache_mode="none",
         ),
         model_config=SimpleNamespace(
             model="a-model-of-no-hub",
