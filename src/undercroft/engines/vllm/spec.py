@@ -125,13 +125,18 @@ class _RegionWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
 
 
 def _common(engine: EngineConfig) -> str:
-    """The configuration without what differs between the ranks of one replica."""
+    """The configuration without what differs between the participants of one replica.
+
+    vLLM shows its scheduler one layer of a group for all, and judges the layout by what it shows.
+    The ranks see all layers; their judgement is compared in `Ranks.of`.
+    """
     config = engine.config
     alike = dataclasses.replace(
         config,
         groups=tuple(dataclasses.replace(group, layer_names=("*",)) for group in config.groups),
         worker_kv_bytes_per_block=1,
-        parallel=dataclasses.replace(config.parallel, rank=0),
+        parallel=dataclasses.replace(config.parallel, rank=0, is_parallelism_agnostic=False),
+        replicated_layout=False,
     )
     return to_json(EngineConfig(alike, engine.extras))
 
@@ -251,6 +256,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             region.wait_joined(settings.join_deadline_s)
             ranks = self._ranks(region)
             geometry = self._geometry(ranks)
+            check_sizes(settings, [slot_bytes_for(n) for n in geometry.chunk_bytes])
             made = self._namespace(geometry, ranks, take_facts(region.buffer))
             hierarchy = assemble(
                 settings,
