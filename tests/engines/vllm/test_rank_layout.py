@@ -1,7 +1,6 @@
 """What a rank makes of the engine's word on its pages, and what ranks say to one another."""
 
 import dataclasses
-import json
 import logging
 import zlib
 from typing import Any
@@ -132,9 +131,13 @@ def test_stages_are_named_in_model_order() -> None:
 
 @pytest.mark.parametrize(
     "note",
-    [b"", b"not compressed", zlib.compress(b"not json"), zlib.compress(b"[]")]
-    + [zlib.compress(json.dumps({"stored": "canonical"}).encode())]
-    + [zlib.compress(json.dumps({**json.loads(zlib.decompress(NOTE)), "stored": "new"}).encode())],
+    [
+        b"",
+        b"not compressed",
+        *map(zlib.compress, (b"not json", b"[]", b'{"stored": "canonical"}')),
+        zlib.compress(zlib.decompress(NOTE).replace(b"canonical", b"another")),
+    ],
+    ids=["none", "not compressed", "not JSON", "a list", "less", "an unknown layout"],
 )
 def test_a_rank_that_speaks_otherwise_is_named(config: Any, note: bytes) -> None:
     """One of another version: one line, instead of a fault in whatever reads it."""
