@@ -93,7 +93,7 @@ def test_reports_of_several_ranks_add_up():
 
 
 def test_a_load_that_fails_on_several_ranks_failed_once():
-    """Each rank ends it in a step of its own, and a request has three tries whatever their number."""
+    """Each rank ends it in a step of its own; a request has three tries with any number of them."""
     with running(HOST, connector=UndercroftConnector) as rig:
         ranks = KVOutputAggregator(2)
         for failing in (0, 1):

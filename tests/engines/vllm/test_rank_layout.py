@@ -18,13 +18,16 @@ from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalPageMapping, CopyRun
 
-from undercroft.engines.vllm import UndercroftSpec
+from undercroft.engines.vllm import UndercroftSpec, spec
 from undercroft.engines.vllm import rank_layout as module
 from undercroft.engines.vllm.rank_layout import RankLayout, Ranks, topology_of
 from undercroft.errors import ConfigError, LayoutMismatch
+from undercroft.hierarchy.region import RegionConfig
+from undercroft.hierarchy.rendezvous import region_path
 from undercroft.layout.page_map import PageMap
 from undercroft.layout.plan import GroupGeometry, PageRef
 from undercroft.layout.stored import Decision, StoredLayout
+from undercroft.settings.limits import Bound, HostLimits
 
 LLAMA = (Layers(2, 8, 8),)
 MISTRAL = (Layers(2, 8, 8, window=16),)
@@ -189,4 +192,20 @@ def test_a_tier_too_small_for_all_ranks_chunks_is_refused(tmp_path: Any) -> None
         pytest.raises(ConfigError, match=r"the capacity of tier disk is 49152 .* needs 65536"),
         Replica(MISTRAL, Sizes(tp=2), bpc=8, tiers=[tier]),
     ):
+        pass
+
+
+def test_what_one_rank_has_taken_is_not_missing_for_the_next(monkeypatch: Any) -> None:
+    """All ranks map one region: `host` may be all that there was before the first of them."""
+    host_bytes, file = 4 << 20, region_path(RegionConfig("r", 2, 1, b"x").directory, "r")
+
+    def limits() -> HostLimits:
+        used = file.stat().st_blocks * 512 if file.exists() else 0
+        return HostLimits((Bound("/dev/shm", host_bytes - used, ""),))
+
+    monkeypatch.setattr(spec, "host_limits", limits)
+    with Replica(LLAMA, Sizes(tp=2)) as replica:
+        assert replica.stored == "canonical"
+    host_bytes -= 1
+    with pytest.raises(ConfigError, match="can be had here"), Replica(LLAMA, Sizes(tp=2)):
         pass
