@@ -92,6 +92,31 @@ def test_reports_of_several_ranks_add_up():
         assert set(failed) == ({4096, 8192} if worse in outputs else {4096})
 
 
+def test_a_load_that_fails_on_several_ranks_failed_once():
+    """Each rank ends it in a step of its own; a request has three tries with any number of them."""
+    with running(HOST, connector=UndercroftConnector) as rig:
+        ranks = KVOutputAggregator(2)
+        for failing in (0, 1):
+            outputs = [
+                ModelRunnerOutput(
+                    req_ids=[],
+                    req_id_to_index={},
+                    kv_connector_output=KVConnectorOutput(
+                        finished_recving={"r"} if rank == failing else set(),
+                        failed_recving={"r"} if rank == failing else set(),
+                        kv_connector_worker_meta=connector._WorkerReport(
+                            failed_loads={"r": (0,)} if rank == failing else {}
+                        ),
+                    ),
+                )
+                for rank in (0, 1)
+            ]
+            summed = ranks.aggregate(outputs).kv_connector_output
+            rig.on_scheduler.update_connector_output(summed)
+            assert rig.on_scheduler._num_failed_loads["r"] == failing
+        rig.on_scheduler._num_failed_loads.clear()
+
+
 def test_every_report_of_a_rank_is_one_of_ours():
     """Stock's sum of two reports forgets what the other knows."""
     with running(HOST, connector=UndercroftConnector) as rig:

@@ -2,18 +2,32 @@
 
 import dataclasses
 import logging
+import zlib
 from typing import Any
 
 import pytest
+import torch
 from replicas import Layers, Replica, Sizes
+from shapes import ONE_GROUP, OURS, Group, engine_config, kv_cache_config
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+    OffloadingConnectorWorker,
+)
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalPageMapping, CopyRun
 
+from undercroft.engines.vllm import UndercroftSpec, spec
 from undercroft.engines.vllm import rank_layout as module
 from undercroft.engines.vllm.rank_layout import RankLayout, Ranks, topology_of
 from undercroft.errors import ConfigError, LayoutMismatch
+from undercroft.hierarchy.region import RegionConfig
+from undercroft.hierarchy.rendezvous import region_path
 from undercroft.layout.page_map import PageMap
 from undercroft.layout.plan import GroupGeometry, PageRef
 from undercroft.layout.stored import Decision, StoredLayout
+from undercroft.settings.limits import Bound, HostLimits
 
 LLAMA = (Layers(2, 8, 8),)
 MISTRAL = (Layers(2, 8, 8, window=16),)
@@ -70,6 +84,9 @@ def _note(stored: StoredLayout, *layers: str, why: str = "") -> bytes:
     return RankLayout(Decision(stored, why, bool(why)), (group,), (layers,)).note()
 
 
+NOTE = _note(StoredLayout.CANONICAL, "a")
+
+
 def test_ranks_that_decide_otherwise_are_refused_and_both_are_named(config: Any) -> None:
     """At the scheduler's start: they would overwrite each other's bytes."""
     canonical = _note(StoredLayout.CANONICAL, "a")
@@ -113,3 +130,82 @@ def test_stages_are_named_in_model_order() -> None:
     with Replica(LLAMA, Sizes(pp=2)) as replica:
         (group,) = replica.namespace.manifest["groups"]
     assert group["layer_names"] == ["g0.layer0", "g0.layer1"]
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        b"",
+        b"not compressed",
+        *map(zlib.compress, (b"not json", b"[]", b'{"stored": "canonical"}')),
+        zlib.compress(zlib.decompress(NOTE).replace(b"canonical", b"another")),
+    ],
+    ids=["none", "not compressed", "not JSON", "a list", "less", "an unknown layout"],
+)
+def test_a_rank_that_speaks_otherwise_is_named(config: Any, note: bytes) -> None:
+    """One of another version: one line, instead of a fault in whatever reads it."""
+    with pytest.raises(ConfigError, match=r"rank 1 .*another version of undercroft"):
+        Ranks.of(config, [NOTE, note], [(8,), (8,)])
+
+
+def test_layers_of_different_sizes_in_one_group_start() -> None:
+    """vLLM shows its scheduler one of them only, so that it judges the layout otherwise."""
+    specs = {f"layer{n}": Group(head_size=32 << n).spec() for n in range(2)}
+    group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(16, specs))
+    shown = KVCacheConfig(8, [], [group], kv_cache_layout="LBHNC")
+    engine = engine_config({"host": "1MiB", **OURS})
+    rank = build_offloading_config(engine, shown)
+    scheduler = build_offloading_config(engine, generate_scheduler_kv_cache_config([shown]))
+    assert rank.parallel.is_parallelism_agnostic != scheduler.parallel.is_parallelism_agnostic
+    identities = [UndercroftSpec(config)._region_config.identity for config in (rank, scheduler)]
+    assert identities[0] == identities[1]
+
+
+def test_blocks_that_are_not_in_one_piece_are_refused() -> None:
+    """With heads outside of blocks, vLLM hands out the first head of the first layer alone."""
+    cache = kv_cache_config(ONE_GROUP, 8, "LHBNC")
+    engine = engine_config(
+        {"host": "1MiB", **OURS},
+        cache_config__kv_cache_layout="LHBNC",
+        model_config__get_total_num_kv_heads=lambda: 2,
+    )
+    for group in cache.kv_cache_groups:
+        object.__setattr__(group.kv_cache_spec, "num_kv_heads", 2)
+    worker = OffloadingConnectorWorker(
+        UndercroftSpec(build_offloading_config(engine, cache)), engine, cache
+    )
+    tensors = {
+        name: torch.zeros(2, 8, 16, 64).transpose(0, 1)
+        for name in cache.kv_cache_groups[0].layer_names
+    }
+    with (
+        set_current_vllm_config(engine),
+        pytest.raises(ConfigError, match=r"LHBNC.*VLLM_KV_CACHE_LAYOUT"),
+    ):
+        worker.register_kv_caches(tensors)
+
+
+def test_a_tier_too_small_for_all_ranks_chunks_is_refused(tmp_path: Any) -> None:
+    """A chunk has the bytes of all ranks, also where the limit is compared with it."""
+    tier = {"type": "disk", "path": str(tmp_path), "capacity": "48KiB"}
+    with (
+        pytest.raises(ConfigError, match=r"the capacity of tier disk is 49152 .* needs 65536"),
+        Replica(MISTRAL, Sizes(tp=2), bpc=8, tiers=[tier]),
+    ):
+        pass
+
+
+def test_what_one_rank_has_taken_is_not_missing_for_the_next(monkeypatch: Any) -> None:
+    """All ranks map one region: `host` may be all that there was before the first of them."""
+    host_bytes, file = 4 << 20, region_path(RegionConfig("r", 2, 1, b"x").directory, "r")
+
+    def limits() -> HostLimits:
+        used = file.stat().st_blocks * 512 if file.exists() else 0
+        return HostLimits((Bound("/dev/shm", host_bytes - used, ""),))
+
+    monkeypatch.setattr(spec, "host_limits", limits)
+    with Replica(LLAMA, Sizes(tp=2)) as replica:
+        assert replica.stored == "canonical"
+    host_bytes -= 1
+    with pytest.raises(ConfigError, match="can be had here"), Replica(LLAMA, Sizes(tp=2)):
+        pass

@@ -185,8 +185,9 @@ class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped 
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, _WorkerReport):
             for request_id, offsets in report.failed_loads.items():
-                self._num_failed_loads[request_id] += 1
                 self._manager.fail_load(request_id, frozenset(offsets))
+        # Once a load, when its last rank has ended, though several may have failed at it.
+        self._num_failed_loads.update(connector_output.failed_recving)
         super().update_connector_output(connector_output)
 
     @override

@@ -35,6 +35,9 @@ from undercroft.layout.topology import Topology
 
 __all__ = ["RankLayout", "Ranks", "direct_groups", "rank_layout", "topology_of"]
 
+_HEADS_OUTSIDE = "LHBNC"
+"""The memory order in which a block's page is not in one piece: the blocks of each head are."""
+
 
 def topology_of(config: OffloadingConfig) -> Topology:
     """The replica's parallel sizes."""
@@ -78,8 +81,14 @@ def rank_layout(kv_caches: CanonicalKVCaches, config: OffloadingConfig) -> RankL
     Raises:
         LayoutMismatch: A page that its tensor does not have, or that the engine's blocks have no
             room for; other groups than the configuration has.
+        ConfigError: A memory order whose pages the engine does not hand out whole.
     """
     topology = topology_of(config)
+    if config.kv_cache_layout == _HEADS_OUTSIDE:
+        raise ConfigError(
+            f"not served: the memory order {_HEADS_OUTSIDE} of the KV cache, of whose blocks vLLM "
+            "hands out one head of one layer only; unset VLLM_KV_CACHE_LAYOUT, or set it to LBHNC"
+        )
     if len(kv_caches.group_data_refs) != len(config.groups):
         raise LayoutMismatch(
             f"{len(kv_caches.group_data_refs)} groups of pages, but {len(config.groups)} configured"
@@ -207,6 +216,23 @@ def _page_map(
     return page
 
 
+def _said(rank: int, note: bytes) -> Mapping[str, Any]:
+    """What `RankLayout.note` said.
+
+    Raises:
+        ConfigError: Something else.
+    """
+    try:
+        said = json.loads(zlib.decompress(note))
+        StoredLayout(said["stored"])
+        return {name: said[name] for name in ("stored", "why", "is_less", "layers")}
+    except (zlib.error, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"rank {rank} does not say what it stores ({error!r}): it runs another version of "
+            "undercroft; install the same"
+        ) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """What all ranks of a replica store together, from what they said in the region.
@@ -233,7 +259,7 @@ class Ranks:
             ConfigError: Ranks disagree; the message names both.
         """
         topology = topology_of(config)
-        said: list[Mapping[str, Any]] = [json.loads(zlib.decompress(note)) for note in notes]
+        said = [_said(rank, note) for rank, note in enumerate(notes)]
         first = said[0]
         for rank, other in enumerate(said):
             if other["stored"] != first["stored"]:

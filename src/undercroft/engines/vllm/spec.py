@@ -49,7 +49,7 @@ from undercroft.engines.vllm.unserved import check_attention
 from undercroft.engines.vllm.version import doubt
 from undercroft.hierarchy.hierarchy import failed_chunk
 from undercroft.hierarchy.region import Region, RegionConfig
-from undercroft.hierarchy.rendezvous import sweep_dead_regions
+from undercroft.hierarchy.rendezvous import region_path, sweep_dead_regions
 from undercroft.hierarchy.slots import SLOT_ALIGNMENT_BYTES, slot_bytes_for
 from undercroft.identity import EngineFacts, key_hash, namespace, weights_fingerprint
 from undercroft.keys import ChunkKey, Namespace
@@ -125,13 +125,18 @@ class _RegionWorker(OffloadingWorker):  # type: ignore[misc] # untyped here
 
 
 def _common(engine: EngineConfig) -> str:
-    """The configuration without what differs between the ranks of one replica."""
+    """The configuration without what differs between the participants of one replica.
+
+    vLLM shows its scheduler one layer of a group for all, and judges the layout by what it shows.
+    The ranks see all layers; their judgement is compared in `Ranks.of`.
+    """
     config = engine.config
     alike = dataclasses.replace(
         config,
         groups=tuple(dataclasses.replace(group, layer_names=("*",)) for group in config.groups),
         worker_kv_bytes_per_block=1,
-        parallel=dataclasses.replace(config.parallel, rank=0),
+        parallel=dataclasses.replace(config.parallel, rank=0, is_parallelism_agnostic=False),
+        replicated_layout=False,
     )
     return to_json(EngineConfig(alike, engine.extras))
 
@@ -190,9 +195,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
         check_one_host(config)
         layout = rank_layout(kv_caches, config)
         check_sizes(self._settings, [slot_bytes_for(n) for n in layout.chunk_bytes])
-        # What a killed engine left would count as used, and keep this one from ever starting.
-        sweep_dead_regions(self._region_config.directory, keep=Path())
-        check_host_bytes(self._settings.host_bytes, host_limits())
+        self._check_room()
         platform = Platform.of(kv_caches, num_ranks=config.parallel.world_size)
         with prefer_nodes(platform.nodes):
             region = Region.join(
@@ -221,6 +224,15 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             raise
         worker.tells_failed_loads = self._tells_failed_loads
         return _RegionWorker(worker, region, self._settings.join_deadline_s, self._offsets)
+
+    def _check_room(self) -> None:
+        """Whether the region fits, unless another rank has made it: then it counts as used."""
+        region = self._region_config
+        # So would what a killed engine left, and keep this one from ever starting.
+        sweep_dead_regions(region.directory, keep=Path())
+        limits = host_limits()  # first: what is absent afterwards is not in them
+        if not region_path(region.directory, region.engine_id).exists():
+            check_host_bytes(self._settings.host_bytes, limits)
 
     def _offsets(self, region: Region) -> list[int]:
         """Of each group, where in a slot this rank's part begins."""
@@ -251,6 +263,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             region.wait_joined(settings.join_deadline_s)
             ranks = self._ranks(region)
             geometry = self._geometry(ranks)
+            check_sizes(settings, [slot_bytes_for(n) for n in geometry.chunk_bytes])
             made = self._namespace(geometry, ranks, take_facts(region.buffer))
             hierarchy = assemble(
                 settings,
