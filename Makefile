@@ -30,7 +30,7 @@ demo: $(STAMPS)/demo $(STAMPS)/engine $(STAMPS)/package ## a long prompt on a re
 
 .PHONY: test
 test: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/prometheus ## all tests; ARGS="tests/tiers -x" picks some
-	@$(PY) -m pytest $(ARGS)
+	@bash scripts/test.sh $(PY) $(ARGS)
 
 .PHONY: test-slow
 test-slow: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## the tests that `make test` leaves out: every model shape and set-up, some minutes
