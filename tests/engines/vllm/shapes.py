@@ -52,6 +52,21 @@ def kv_cache_config(groups: Any, num_blocks: int, layout: str | None = "LBHNC") 
     )
 
 
+SMALL_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 8192,
+    "dtype": "bfloat16",
+}
+"""A `config.json`; there are no weights to it."""
+
+
 def engine_config(extra: Any, engine_id: str = "rig", **changes: Any) -> Any:
     """What of `VllmConfig` the connector reads; dotted names in `changes` replace values."""
     config = SimpleNamespace(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from rig import running
-from shapes import prompt
+from shapes import SMALL_LLAMA, prompt
 
 from undercroft.cli.main import main
 from undercroft.engines.vllm import UndercroftConnector, preview
@@ -22,18 +22,6 @@ LONG_ROPE = {
     "short_factor": [1.0] * 32,
     "long_factor": [2.0] * 32,
     "original_max_position_embeddings": 4096,
-}
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 8192,
-    "dtype": "bfloat16",
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 
@@ -91,7 +79,7 @@ class Store:
         self.num = 0
         self.base, _, self.key = self.run()
 
-    def engine(self, words=(), config=CONFIG):
+    def engine(self, words=(), config=SMALL_LLAMA):
         (self.model / "config.json").write_text(json.dumps(config))
         return preview._config([str(self.model), *words])
 
@@ -180,7 +168,7 @@ def test_what_layers_chose_counts(field, one, other, connector, store, capsys):
 
 def test_the_longest_prompt_counts_for_longrope(store, capsys):
     """It decides which factors all positions get."""
-    config = {**CONFIG, "rope_parameters": LONG_ROPE}
+    config = {**SMALL_LLAMA, "rope_parameters": LONG_ROPE}
     first, _, _ = store.run(store.engine(["--max-model-len", "4096"], config))
     second, found, _ = store.run(store.engine(["--max-model-len", "8192"], config))
     assert found == 0

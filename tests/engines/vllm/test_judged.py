@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import vllm.config
 import vllm.envs
+from shapes import SMALL_LLAMA
 
 from undercroft.engines.vllm import preview
 from undercroft.engines.vllm.facts import model_facts
@@ -18,18 +19,6 @@ from undercroft.engines.vllm.judged import ENGINE, ENVIRONMENT, SEALED
 ROOT = Path(__file__).parents[3]
 LEFT_WHOLE = ROOT / "tests" / "data" / "vllm_0_32_fields.json"
 PAGE = ROOT / "docs" / "reference" / "identity.md"
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 8192,
-    "dtype": "bfloat16",
-}
 
 
 def walk(room=ENGINE, path=()):
@@ -80,7 +69,7 @@ def test_the_environment_variables_are_vllm_s():
 def real(tmp_path_factory):
     """A configuration that vLLM made, with something in every room."""
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    (folder / "config.json").write_text(json.dumps(SMALL_LLAMA))
     config = preview._config([str(folder)])
     engine = SimpleNamespace(
         **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)}

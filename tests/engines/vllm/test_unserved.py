@@ -7,23 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from shapes import SMALL_LLAMA
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from undercroft.engines.vllm import preview, unserved
 from undercroft.errors import ConfigError
-
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 8192,
-    "dtype": "bfloat16",
-}
 
 
 def config(*, cache_dtype: str = "auto", use_mla: bool = False, backend: Any = None) -> Any:
@@ -73,7 +61,7 @@ def test_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_foresees_it(tmp_path: Path) -> None:
     """In seconds, with the line that an engine shows only after its weights are loaded."""
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_LLAMA))
     transfer = {
         "kv_connector": "UndercroftConnector",
         "kv_connector_module_path": "undercroft.engines.vllm",

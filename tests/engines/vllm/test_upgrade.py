@@ -6,7 +6,7 @@ import struct
 import pytest
 import xxhash
 from rig import running
-from shapes import Group, prompt
+from shapes import SMALL_LLAMA, Group, prompt
 
 from undercroft.cli.main import main
 from undercroft.engines.vllm import preview, spec
@@ -30,18 +30,6 @@ def found_by(extra, engine_id, **changes):
         return rig.run(prompt(1, 160)).num_hit_tokens, namespace_of(rig)
 
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 8192,
-    "dtype": "bfloat16",
-}
 LEAVE_IT = {
     "memory": ["--gpu-memory-utilization", "0.5"],
     "seed": ["--seed", "3"],
@@ -64,7 +52,7 @@ CHANGE_IT = {
 
 def test_which_options_of_vllm_leave_the_cache_valid(tmp_path):
     """Through vLLM's own parser and configuration: what it then says of the model's bytes."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_LLAMA))
 
     def facts(words=()):
         return model_facts(preview._config([str(tmp_path), *words]), {})
