@@ -114,11 +114,12 @@ def test_canonical_pages_that_cannot_be_are_one_warning(caplog: Any) -> None:
         return [line for line in found if "canonical" in line]
 
     with caplog.at_level(logging.INFO):
-        with Replica(LLAMA, Sizes(tp=2, pp=2), canonical_layout=True) as replica:
+        blind = {"sees_tensors": False}
+        with Replica(LLAMA, Sizes(tp=2, pp=2), canonical_layout=True, **blind) as replica:
             assert replica.stored == "direct"
         (line,) = warnings()
         assert "group 0, layer g0.layer0: the engine certifies none of its pages" in line
-        with Replica(LLAMA, Sizes(tp=2, pp=2)):
+        with Replica(LLAMA, Sizes(tp=2, pp=2), **blind):
             assert warnings() == []
         with Replica(MISTRAL, Sizes(tp=2), canonical_layout=True) as replica:
             assert replica.stored == "canonical"

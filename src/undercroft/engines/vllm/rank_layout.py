@@ -282,12 +282,14 @@ class Ranks:
         why: Why canonical pages, though asked for, are not stored; empty otherwise.
         shares: Of each group, the length of a chunk and each rank's place in it.
         layer_names: Of each group, the layers of all stages, in model order.
+        stages: Of each pipeline stage, the layers of each group.
     """
 
     stored: StoredLayout
     why: str
     shares: tuple[SlotShares, ...]
     layer_names: tuple[tuple[str, ...], ...]
+    stages: tuple[tuple[tuple[str, ...], ...], ...]
 
     @classmethod
     def of(
@@ -323,4 +325,5 @@ class Ranks:
             layer_names=tuple(
                 tuple(dict.fromkeys(name for stage in group for name in stage)) for group in names
             ),
+            stages=tuple(tuple(tuple(group) for group in stage["layers"]) for stage in stages),
         )

@@ -47,7 +47,7 @@ from undercroft.engines.vllm.rank_layout import Ranks, rank_layout
 from undercroft.engines.vllm.slot_worker import Reports, SlotWorker
 from undercroft.engines.vllm.tally import Tally
 from undercroft.engines.vllm.unserved import check_attention
-from undercroft.engines.vllm.version import doubt
+from undercroft.engines.vllm.version import doubt, own_version
 from undercroft.hierarchy.hierarchy import failed_chunk
 from undercroft.hierarchy.region import Region, RegionConfig
 from undercroft.hierarchy.rendezvous import region_path, sweep_dead_regions
@@ -181,6 +181,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             num_ranks=config.parallel.world_size,
             total_bytes=self._settings.host_bytes // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES,
             identity=identity.digest(),
+            version=own_version(),
         )
 
     @classmethod
@@ -342,6 +343,9 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             key_hash=hashed,
             stored_layout=ranks.stored.value,
             layer_names=dict(zip(ids, ranks.layer_names, strict=True)),
+            stages=[
+                dict(zip(ids, stage, strict=True)) for stage in ranks.stages if len(ranks.stages) > 1
+            ],
             model=model,
             settled_extras=_SETTLED_EXTRAS,
         )
