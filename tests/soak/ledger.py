@@ -76,9 +76,7 @@ def verdict(ledger: Ledger, capacity_bytes: int, needed_faults: set[str]) -> lis
     if ledger.most_disk_bytes > capacity_bytes:
         bad.append(f"the disk held {ledger.most_disk_bytes} bytes, of {capacity_bytes} at most")
     bad += [
-        f"the books say {books} bytes, du says {du}"
-        for books, du in ledger.accounts
-        if books != du
+        f"the books say {books} bytes, du says {du}" for books, du in ledger.accounts if books != du
     ]
     for name, _, unit_size, unit, spare in _VITALS:
         grown = ledger.growths()[name]

@@ -90,7 +90,7 @@ def resident(
     while not setting.over:
         kind = weather.draw()
         weather.begin(kind, engine)
-        setting.round(engine, dice, ledger, wipes=0.0005)
+        setting.round(engine, dice, ledger, wipes=0.001)
         weather.end(kind, engine)
         engine.settle()
         _look(engine, setting, ledger, kind)

@@ -13,7 +13,7 @@ _PROMPTS_PER_TEXT = 6
 
 
 def made_prompts(count: int, seed: int) -> list[list[int]]:
-    """Beginnings of some texts, each with an end of its own, before, at and after a block's edge."""
+    """Beginnings of some texts, each with its own end: before, at and after a block's edge."""
     dice = random.Random(f"soak {seed}")
     texts = [
         prompt(_MOST_TOKENS, seed=seed + 1000 + number)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 __all__ = ["Growth", "Vitals", "Watch", "folder_bytes", "growth", "shared_memory_bytes", "vitals"]
 
@@ -44,7 +45,7 @@ def vitals(pid: int, at_s: float, num_requests: int) -> Vitals:
         num_requests=num_requests,
         rss=kib["VmRSS"],
         shared=kib["RssShmem"],
-        descriptors=len(os.listdir(f"/proc/{pid}/fd")),
+        descriptors=len(list(Path(f"/proc/{pid}/fd").iterdir())),
         threads=int(status["Threads"]),
         named_shared=shared_memory_bytes(),
     )
@@ -64,9 +65,9 @@ def folder_bytes(folder: Path) -> int:
     """As `du` counts: blocks of files and of directories, each file once."""
     total, seen = 0, set[tuple[int, int]]()
     for parent, _, names in os.walk(folder):
-        for path in (parent, *(os.path.join(parent, name) for name in names)):
+        for path in (Path(parent), *(Path(parent, name) for name in names)):
             with suppress(FileNotFoundError):
-                found = os.lstat(path)
+                found = path.lstat()
                 if (found.st_dev, found.st_ino) not in seen:
                     seen.add((found.st_dev, found.st_ino))
                     total += found.st_blocks * 512
@@ -117,7 +118,7 @@ class Watch:
             self.most_bytes = max(self.most_bytes, folder_bytes(self._folder))
             self.num_looks += 1
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

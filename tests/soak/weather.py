@@ -50,7 +50,7 @@ class Weather:
             "disk hangs": _Kind(1, _hang, self._release),
             "bits flip": _Kind(2, self._flip, _nothing),
             "records change places": _Kind(1, self._swap, _nothing),
-            "directory deleted": _Kind(0.3, self._delete, _nothing),
+            "directory deleted": _Kind(0.5, self._delete, _nothing),
         }
 
     @property
