@@ -146,9 +146,7 @@ class Entrance:
         if dead or not header.joined:
             return self._remove_stale()
         seat = self.lock.seat
-        difference = header.difference(
-            self.config.shape, self.config.identity, self.config.version
-        )
+        difference = header.difference(self.config.shape, self.config.identity, self.config.version)
         if self.lock.is_taken(seat):
             return self._wait_for_seat(header, difference)
         if difference is not None:

@@ -344,7 +344,9 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             stored_layout=ranks.stored.value,
             layer_names=dict(zip(ids, ranks.layer_names, strict=True)),
             stages=[
-                dict(zip(ids, stage, strict=True)) for stage in ranks.stages if len(ranks.stages) > 1
+                dict(zip(ids, stage, strict=True))
+                for stage in ranks.stages
+                if len(ranks.stages) > 1
             ],
             model=model,
             settled_extras=_SETTLED_EXTRAS,

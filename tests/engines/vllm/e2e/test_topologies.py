@@ -52,7 +52,9 @@ def test_what_several_ranks_store_one_rank_loads(
     several, log = run("llama", extra, PROMPTS, PHASES, tmp_path, **ranks, **more)
     assert _tokens(several["loaded"]) == _tokens(several["fresh"])
     assert [answer["cached_tokens"] for answer in several["loaded"]] == [640, 640, 320]
-    assert all(a != b for a, b in zip(_tokens(several["zeroed"]), _tokens(several["fresh"]), strict=True))
+    assert all(
+        a != b for a, b in zip(_tokens(several["zeroed"]), _tokens(several["fresh"]), strict=True)
+    )
     assert "Traceback" not in log
 
     one, log_of_one = run("llama", extra, PROMPTS, ["fresh"], tmp_path)
