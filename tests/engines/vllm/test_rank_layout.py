@@ -210,3 +210,12 @@ def test_what_one_rank_has_taken_is_not_missing_for_the_next(monkeypatch: Any) -
     host_bytes -= 1
     with pytest.raises(ConfigError, match="can be had here"), Replica(LLAMA, Sizes(tp=2)):
         pass
+
+
+def test_ranks_of_two_versions_are_refused(monkeypatch: Any) -> None:
+    """They may lay out slots otherwise, though they are configured alike; both are named."""
+    versions = iter(("0.3.0", "0.4.0"))
+    monkeypatch.setattr(spec, "own_version", lambda: next(versions))
+    said = r"rank 1 and those already there differ: version 0\.3\.0 there, 0\.4\.0 here"
+    with pytest.raises(ConfigError, match=said), Replica(LLAMA, Sizes(tp=2)):
+        pass
