@@ -102,6 +102,36 @@ def _shape(
     ]
 
 
+def _speculative(
+    model: str, shape: str, *, engine: dict[str, Any] | None = None, **more: Any
+) -> list[Case]:
+    """A shape other than the Llama with each kind of drafter."""
+    engine = {"max_model_len": 4096} | (engine or {})
+    ngram = {"speculative_config": NGRAM, "before": ("patches:plain_ngrams",)}
+    ways: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+        ("ngram", "speculative: n-grams", ngram, {}),
+        (
+            "eagle",
+            "speculative: EAGLE",
+            {"speculative_config": EAGLE},
+            {"offload_prompt_only": False},
+        ),
+        ("draft_model", "speculative: a smaller model", {"speculative_config": DRAFTS}, {}),
+    ]
+    return [
+        Case(
+            name=f"{model}-{way}",
+            shape=shape,
+            feature=feature,
+            model=model,
+            engine=engine | arguments,
+            settings=settings,
+            **more,
+        )
+        for way, feature, arguments, settings in ways
+    ]
+
+
 def _around_chunks(block: int, blocks_per_chunk: int) -> Case:
     chunk = block * blocks_per_chunk
     return Case(
@@ -176,6 +206,12 @@ CASES: tuple[Case, ...] = (
         "speculative: a smaller model",
         "llama",
         {"speculative_config": DRAFTS},
+    ),
+    *_speculative("mistral_swa", "Mistral, all windows"),
+    *_speculative("gemma3", "Gemma 3"),
+    *_speculative("lfm2", "LFM2", engine=HYBRID, lengths=(800, 800, 1560), same_as="own cache"),
+    *_speculative(
+        "qwen3_next", "Qwen3-Next", engine=HYBRID, lengths=(2310, 3460), max_tokens=64
     ),
     *(_around_chunks(block, chunk) for block in (32, 64, 96, 128) for chunk in (1, 2, 3, 4)),
 )
