@@ -26,7 +26,8 @@ loaded chunks are those of computed ones, token for token and with log-probabili
 and as many tokens are found as in the engine's own prefix cache, in whole chunks. As a control,
 what was loaded is overwritten by zeros: the tokens of at least one answer then change, and of each
 answer the tokens, or a log-probability by over 0.03. Where less was compared, the page says so.
-**Refused** means: the engine does not start, and says why. The cases are in
+**Refused** means: the engine does not start, and says why. **Failed** means: the case's test did not
+pass when it was run last. The cases are in
 `tests/engines/vllm/lab/cases.py`; `make models` runs them all and writes this page anew.
 
 """
@@ -71,17 +72,18 @@ def _matrix(cases: dict[str, dict[str, Any]]) -> list[str]:
         cells = {case["feature"]: _cell(case) for case in found}
         if COMMON[0] not in cells or COMMON[2] not in cells:
             continue
-        groups = next(case["groups"] for case in found if "groups" in case)
+        groups = next((case["groups"] for case in found if "groups" in case), [])
         kinds = [group["kind"] for group in groups]
         named = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
         row = " | ".join(cells.get(feature, "-") for feature in COMMON)
-        lines.append(f"| {shape} | {named} | {row} |\n")
+        lines.append(f"| {shape} | {named or '-'} | {row} |\n")
     return lines
 
 
 def _cell(case: dict[str, Any]) -> str:
     own = case.get("compared_with") == "own cache"
-    return case["outcome"] + (" (own cache)" if own else "") + _fewer(case)
+    outcome = "**failed**" if case["outcome"] == "failed" else case["outcome"]
+    return outcome + (" (own cache)" if own else "") + _fewer(case)
 
 
 def _fewer(case: dict[str, Any]) -> str:

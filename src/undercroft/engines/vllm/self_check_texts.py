@@ -11,10 +11,8 @@ from undercroft.hierarchy.hierarchy import LEVEL_0, Hierarchy
 from undercroft.hierarchy.level import Level
 from undercroft.settings import format_bytes
 
-__all__ = ["BEGAN_AS", "Evidence", "GroupSeen", "of_group", "of_others", "of_short"]
+__all__ = ["Evidence", "GroupSeen", "of_group", "of_others", "of_short"]
 
-BEGAN_AS = {"copy_failed": "full"}
-"""Causes whose evidence begins with that of another."""
 _MAX_DISTANCES = 256
 
 
@@ -129,7 +127,8 @@ def of_others(cause: str, evidence: Evidence, hierarchy: Hierarchy) -> str:
     if cause == "salt":
         return (
             f"{evidence.num_alike} prompts began as an earlier one, and each had a cache_salt of "
-            "its own, so none can use what another stored; give one salt to all who may share"
+            "its own, so none can use what another stored; give one salt to all who may share, "
+            "or take no notice if each was a tenant's first"
         )
     return _OTHERS[cause](evidence, hierarchy)
 
