@@ -26,8 +26,8 @@ loaded chunks are those of computed ones, token for token and with log-probabili
 and as many tokens are found as in the engine's own prefix cache, in whole chunks. As a control,
 what was loaded is overwritten by zeros: the tokens of at least one answer then change, and of each
 answer the tokens, or a log-probability by over 0.03. Where less was compared, the page says so.
-**Refused** means: the engine does not start, and says why. **Failed** means: the case's test did not
-pass when it was run last. The cases are in
+**Refused** means: the engine does not start, and says why. **Failed** means: the case's test
+did not pass when it was run last. The cases are in
 `tests/engines/vllm/lab/cases.py`; `make models` runs them all and writes this page anew.
 
 """
@@ -40,6 +40,11 @@ proposer runs without its compiler there. vLLM hands out recurrent state at the 
 a prompt (and where chunked prefill stops); with `blocks_per_chunk` above 1 it can be stored only if
 a chunk ends there too, so keep 1 for hybrid models. Not run: MTP drafters, models with images (only
 their keys are checked), Mamba 1 (broken in vLLM 0.32 on CPUs), other kernels than the CPU's.
+
+Drafters with weights of their own: EAGLE-3 completes its configuration on the last pipeline
+stage only, so engines of other `pipeline_parallel_size` find nothing of each other's. vLLM
+certifies pages by the target's KV heads: a drafter with another number of them makes all pages of
+its engine direct, whatever `canonical_layout` says, and one line at start says so.
 """
 ROOM = """
 ## Tokens held in equal bytes

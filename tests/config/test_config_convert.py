@@ -149,7 +149,7 @@ def test_a_stage_of_vllm_without_layers_of_a_group_is_refused_as_one() -> None:
     empty = dataclasses.replace(source.groups[0], layer_names=(), group_id=1)
     parallel = dataclasses.replace(source.parallel, rank=1, world_size=2, pp_size=2)
     staged = dataclasses.replace(source, groups=(*source.groups, empty), parallel=parallel)
-    with pytest.raises(ConfigError, match="stage 1 of 2 .* has no layers of KV cache group 1 "):
+    with pytest.raises(ConfigError, match=r"stage 1 of 2 .* has no layers of KV cache group 1 "):
         from_engine(staged)
 
 

@@ -241,8 +241,8 @@ def _without_layers(group: OffloadingGroupConfig, parallel: OffloadingParallelCo
     stage = parallel.rank // (parallel.world_size // parallel.pp_size)
     return (
         f"not served: pipeline stage {stage} of {parallel.pp_size} (counted from 0) has no layers "
-        f"of KV cache group {group.group_id} ({group.tokens_per_block} tokens a block), but a chunk "
-        "holds a part of each stage; give every stage layers of each group (vLLM: "
+        f"of KV cache group {group.group_id} ({group.tokens_per_block} tokens a block), and a "
+        "chunk holds a part of each stage; give every stage layers of each group (vLLM: "
         "VLLM_PP_LAYER_PARTITION; a drafter's are all on the last stage), or set "
         "tensor_parallel_size instead of pipeline_parallel_size"
     )

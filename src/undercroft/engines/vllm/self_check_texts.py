@@ -101,7 +101,11 @@ def _why_zero(group: GroupSeen, how: str, num_held: int, counters: Counters) -> 
     if how == "short" or num_held:
         return _HOW_ZERO[how]
     if not group.num_stored:
-        return "the engine never offered a chunk of it; please report this, with the model's name"
+        return (
+            "the engine never offered a chunk of it; set blocks_per_chunk to 1 if it is above: a "
+            "recurrent state is kept at the last whole block of a prompt, where no larger chunk "
+            "may end. If it is 1, please report this, with the model's name"
+        )
     if failed:
         return (
             f"none of its chunks stays, {failed} chunks were not whole or not copied (copy_failed "

@@ -326,8 +326,7 @@ def test_ends_without_a_connector(nursery: Nursery, results: Results, name: str)
     results.begin(name)
     case, says, why = UNRUN[name]
     with pytest.raises(EngineFailed, match=says):
-        engine = nursery.engine(case.model, None, **engine_of(case))
-        one_by_one(engine, prompts_of(case), case.max_tokens)
+        one_by_one(nursery.engine(case.model, None, **engine_of(case)), prompts_of(case))
     nursery._engines[-1].close()
     results.note(name, "not run", why=why)
 
