@@ -36,7 +36,8 @@ Where vLLM's own answers after a hit in its prefix cache differ from those witho
 have to give one of the two ("own cache"): LFM2, and latents. Mamba 2 models run on a CPU only
 with a change to vLLM that the tests make (`tests/engines/vllm/lab/patches.py`); without, it ends
 any prompt in an IndexError as soon as its prefix cache is on, whatever the connector. The n-gram
-proposer runs without its compiler there. vLLM hands out recurrent state at the last whole block of
+proposer runs without its compiler there, and Qwen3-Next takes drafts by stand-ins for two kernels
+that vLLM has for GPUs only. vLLM hands out recurrent state at the last whole block of
 a prompt (and where chunked prefill stops); with `blocks_per_chunk` above 1 it can be stored only if
 a chunk ends there too, so keep 1 for hybrid models. Not run: MTP drafters, models with images (only
 their keys are checked), Mamba 1 (broken in vLLM 0.32 on CPUs), other kernels than the CPU's.

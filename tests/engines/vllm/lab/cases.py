@@ -211,6 +211,16 @@ CASES: tuple[Case, ...] = (
     ),
     *_speculative("mistral_swa", "Mistral, all windows"),
     *(case for case in _speculative("gemma3", "Gemma 3") if case.name not in _ONE_GROUP),
+    Case(
+        "qwen3_next-eagle",
+        "Qwen3-Next",
+        "speculative: EAGLE",
+        "qwen3_next",
+        HYBRID | {"speculative_config": EAGLE, "before": ("patches:speculative_states",)},
+        settings={"offload_prompt_only": False},
+        lengths=(2310, 3460),
+        max_tokens=64,
+    ),
     *(_around_chunks(block, chunk) for block in (32, 64, 96, 128) for chunk in (1, 2, 3, 4)),
 )
 
@@ -231,6 +241,7 @@ UNRUN: dict[str, tuple[Case, str, str]] = {
         *_speculative("lfm2", "LFM2", engine=HYBRID, lengths=(800,)),
         *_speculative("qwen3_next", "Qwen3-Next", engine=HYBRID, lengths=(2310,)),
     )
+    if case.name not in {each.name for each in CASES}
 }
 """Cases that vLLM itself ends with an error, what it says, and the reason for the table."""
 
