@@ -36,6 +36,12 @@ test: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/prometheus ## a
 test-slow: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## the tests that `make test` leaves out: every model shape and set-up, some minutes
 	@$(PY) -m pytest -m slow $(ARGS)
 
+MINUTES ?= 30
+
+.PHONY: soak
+soak: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## real engines under faults, aborts, resets and kill -9 for MINUTES=30: no wrong token, nothing grows
+	@$(PY) -m tests.soak --minutes $(MINUTES) $(ARGS)
+
 .PHONY: models
 models: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## run every model shape, and write docs/reference/models.md from what comes of it
 	@status=0; \
