@@ -45,8 +45,8 @@ their keys are checked), Mamba 1 (broken in vLLM 0.32 on CPUs), other kernels th
 Drafters with weights of their own: EAGLE-3 completes its configuration on the last pipeline stage
 only, so engines of other `pipeline_parallel_size` find nothing of each other's; with stages, vLLM
 0.32 does not start with the first EAGLE at all (`Duplicate layer name`), whatever the connector.
-vLLM certifies pages by the target's KV heads: a drafter with another number of them makes all pages of
-its engine direct, whatever `canonical_layout` says, and one line at start says so.
+vLLM certifies pages by the target's KV heads: a drafter with another number of them makes all pages
+of its engine direct, whatever `canonical_layout` says, and one line at start says so.
 """
 ROOM = """
 ## Tokens held in equal bytes
