@@ -44,8 +44,9 @@ soak: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## real engines under fau
 
 .PHONY: models
 models: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## run every model shape, and write docs/reference/models.md from what comes of it
-	@UNDERCROFT_TEST_RESULTS=docs/reference/models.json $(PY) -m pytest -m "slow or not slow" tests/engines/vllm/e2e/test_models.py $(ARGS)
-	@$(PY) scripts/models_page.py
+	@status=0; \
+	UNDERCROFT_TEST_RESULTS=docs/reference/models.json $(PY) -m pytest -m "slow or not slow" tests/engines/vllm/e2e/test_models.py $(ARGS) || status=$$?; \
+	$(PY) scripts/models_page.py && exit $$status
 
 .PHONY: check
 check: $(STAMPS)/dev $(STAMPS)/package ## lint, format, types, import contracts, tidiness: no engine needed
