@@ -27,6 +27,7 @@ _ADVICE = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.EBADFD: "remove it",
 }
+_NO_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EINVAL})
 _PRIVATE_FILE, _PRIVATE_DIRECTORY = 0o600, 0o700
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -76,7 +77,7 @@ class Files:
         try:
             fd = os.open(path, flags | extra, _PRIVATE_FILE)
         except OSError as exc:
-            if exc.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            if exc.errno in _NO_FILE:
                 kind = _KINDS.get(stat.S_IFMT(self.stat(path).st_mode))
                 if kind:
                     raise NotOurs(path, kind) from exc
