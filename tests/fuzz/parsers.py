@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import struct
 import tempfile
+import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -47,6 +49,7 @@ from undercroft.tiers.disk.table import (
     next_change,
     parse_entries,
     parse_header,
+    ring_runs,
 )
 
 from . import store
@@ -61,6 +64,19 @@ from .patches import (
     sealed_rows,
 )
 
+HARD = [
+    b"9" * 5000,
+    b"1e999",
+    b"NaN",
+    b'"\\ud800"',
+    b"[" * 5000,
+    *(b"[" * n + b"]" * n for n in (60, 300, 900)),
+    *(b'{"a":' * n + b"1" + b"}" * n for n in (60, 300, 900)),
+    b"a=" + b"[" * 900 + b"]" * 900,
+    b"a=" + b"{a=" * 300 + b"1" + b"}" * 300,
+    b"a." * 900 + b"a=1",
+]
+"""No parser's own files look like this."""
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -75,6 +91,7 @@ class Parser:
         most_bytes: Memory that one call may take.
         max_len: Longest input worth trying.
         seal: Makes the checksums in it good.
+        is_text: Whether what is hard for readers of text is worth trying, see `HARD`.
     """
 
     run: Callable[[bytes], object]
@@ -83,6 +100,7 @@ class Parser:
     most_bytes: int = 16 << 20
     max_len: int = 8192
     seal: Callable[[bytes], bytes] | None = None
+    is_text: bool = False
 
 
 def _of_store(kind: int) -> bytes:
@@ -141,7 +159,12 @@ def _followed(data: bytes) -> None:
     holdings.void(1)
     segment = ForeignSegment(1, header, -1, -1, "")
     holdings.add_foreign(segment)
-    for content in (before, sealed_index(patched(before, data)), patched(before, data), before):
+    slots = [int.from_bytes(data[at : at + 4], "little") for at in range(0, min(len(data), 64), 4)]
+    told_of = patched(before, b"")
+    for place, items in ring_runs(next_change(before[:PAGE]), slots or [0]):
+        told_of = told_of[:place] + items + told_of[place + len(items) :]
+    wrong = patched(before, data)
+    for content in (before, told_of, sealed_index(wrong), wrong, before):
         try:
             sighting = segment.disk_look(_Memory(content), 0.0)
         except KvError:
@@ -155,7 +178,9 @@ def _followed(data: bytes) -> None:
 def _epoch(data: bytes) -> None:
     epoch = parse_epoch(data)
     if epoch is not None:
-        EpochFile(_Memory(b""), "epoch").write(min(MAX_EPOCH, epoch + 1))
+        assert 1 <= epoch <= MAX_EPOCH
+        with suppress(OSError):
+            EpochFile(_Memory(b""), "epoch").write(epoch + 1)
 
 
 def _manifest(data: bytes) -> None:
@@ -193,6 +218,12 @@ def _region() -> bytes:
         for rank in ranks:
             rank.close()
         return data
+
+
+def _unpacked(data: bytes) -> None:
+    with suppress(ValueError):
+        told.unpack(data)
+    told.parse_note(0, data if data[:1] == b"x" else zlib.compress(data))
 
 
 def _region_header(data: bytes) -> None:
@@ -334,7 +365,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "index-followed": Parser(_followed, lambda: pieces(_of_store(0))),
     "epoch": Parser(_epoch, lambda: [_of_store(2)], max_len=32, seal=sealed_epoch),
-    "manifest": Parser(_manifest, lambda: [_of_store(3)], most_bytes=64 << 20),
+    "manifest": Parser(_manifest, lambda: [_of_store(3)], most_bytes=64 << 20, is_text=True),
     "history": Parser(
         read_history,
         lambda: [_of_store(4)[: PAGE + 256]],
@@ -345,18 +376,15 @@ PARSERS: dict[str, Parser] = {
     "region-header": Parser(_region_header, lambda: [_region()[:PAGE]], max_len=5000),
     "region-control": Parser(_region_control, lambda: pieces(_region())),
     "rank-note": Parser(
-        lambda data: told.parse_note(0, data), lambda: [_note()], most_bytes=256 << 20
-    ),
-    "rank-facts": Parser(
-        told.unpack,
-        lambda: [_note(), told.pack({"model": {"a": [1, 2, None]}})],
-        allowed=(ValueError,),
+        _unpacked,
+        lambda: [_note(), zlib.decompress(_note())],
         most_bytes=256 << 20,
+        is_text=True,
     ),
-    "settings-file": Parser(_settings, _settings_corpus),
-    "engine-config": Parser(_config, _config_corpus),
-    "safetensors-header": Parser(_safetensors, _safetensors_corpus),
-    "machine-limits": Parser(_limits, _limits_corpus),
+    "settings-file": Parser(_settings, _settings_corpus, is_text=True),
+    "engine-config": Parser(_config, _config_corpus, is_text=True),
+    "safetensors-header": Parser(_safetensors, _safetensors_corpus, is_text=True),
+    "machine-limits": Parser(_limits, _limits_corpus, is_text=True),
 }
 
 
@@ -367,3 +395,8 @@ def call(parser: Parser, data: bytes) -> None:
             parser.run(one)
         except parser.allowed:
             continue
+
+
+def seeds(parser: Parser) -> list[bytes]:
+    """What a search begins with."""
+    return parser.corpus() + (HARD if parser.is_text else [])

@@ -10,7 +10,7 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["undercroft", "tests.fuzz.planted"]):
-    from tests.fuzz.parsers import PARSERS, call
+    from tests.fuzz.parsers import PARSERS, call, seeds
     from tests.fuzz.planted import PLANTED
 
 _SPARE_BYTES = 1 << 30
@@ -21,7 +21,7 @@ def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     parser = {**PARSERS, **PLANTED}[name]
     logging.disable(logging.CRITICAL)
-    for number, seed in enumerate(parser.corpus()):
+    for number, seed in enumerate(seeds(parser)):
         (folder / f"seed-{number}").write_bytes(seed)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = used + _SPARE_BYTES

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from undercroft.errors import KvError
 
-from .parsers import PARSERS, Parser, call
+from .parsers import HARD, PARSERS, Parser, call, seeds
 from .planted import PLANTED
 from .store import open_files
 
@@ -48,7 +48,7 @@ def bounded(most_bytes: int) -> Iterator[None]:
 
 
 def fuzz(parser: Parser, num_examples: int, phases: Collection[Phase] = tuple(Phase)) -> None:
-    corpus = parser.corpus()
+    corpus = seeds(parser)
 
     @settings(
         max_examples=num_examples,
@@ -88,12 +88,22 @@ def test_no_bytes_crash_a_parser_or_take_memory(name: str) -> None:
     assert open_files() <= before
 
 
+@pytest.mark.parametrize("name", [name for name, parser in PARSERS.items() if parser.is_text])
+def test_what_is_hard_for_readers_of_text_crashes_none(name: str) -> None:
+    """Nesting deeper than the stack, numbers of thousands of digits, halves of characters."""
+    parser = PARSERS[name]
+    for hard in HARD:
+        for data in (hard, b"0::/" + hard, b"memory:" + hard, b"MemTotal: " + hard):
+            with bounded(parser.most_bytes):
+                call(parser, data)
+
+
 @pytest.mark.parametrize("name", PARSERS)
 def test_lengths_that_nobody_has_take_no_memory(name: str) -> None:
     """2^60 and its like at every place where a number may stand."""
     parser = PARSERS[name]
-    step = 512 if name in ("store", "machine-limits") else 8
-    for seed in parser.corpus()[:4]:
+    step = 512 if name in ("store", "machine-limits", "index-followed") else 8
+    for seed in parser.corpus()[:16]:
         for at in range(0, min(len(seed), 320), step):
             for huge in HUGE:
                 with bounded(parser.most_bytes):

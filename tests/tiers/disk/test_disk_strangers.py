@@ -1,4 +1,4 @@
-"""What lies under the names of ours and is not ours: never read, never written, never in the way."""
+"""What lies under our names and is not ours: never read, never written, never in the way."""
 
 from __future__ import annotations
 
