@@ -133,7 +133,7 @@ class Orphans:
                 return None
             segment.disk_is_linked(files)
         except NotOurs as exc:
-            self._ground.log.warning("segment %s is left alone: %s", header.segment_id, exc)
+            self._ground.log.warning("%s is left alone: %s", exc.filename, exc.strerror)
             segment.disk_close(files)
             return None
         except BaseException:
