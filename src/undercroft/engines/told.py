@@ -41,7 +41,8 @@ def unpack(data: bytes) -> dict[str, Any]:
     unpacker = zlib.decompressobj()
     try:
         text = unpacker.decompress(data, MAX_TOLD_BYTES)
-        value = json.loads(text) if unpacker.eof else None
+        is_whole = unpacker.eof and not unpacker.unused_data
+        value = json.loads(text) if is_whole else None
     except (zlib.error, RecursionError) as error:
         raise ValueError(f"not packed JSON: {error}") from error
     if not isinstance(value, dict):
