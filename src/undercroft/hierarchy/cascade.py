@@ -65,11 +65,12 @@ class Cascade:
     @property
     def can_go_on(self) -> bool:
         """Whether `submit` would get anything out of the way now."""
-        waiting = self._waiting
-        return any(
-            waiting[level.name] and not self._is_held_up(level, waiting[level.name][0][0])
-            for level in self._levels
-        )
+        return any(map(self.can_go_on_to, self._levels))
+
+    def can_go_on_to(self, level: Level) -> bool:
+        """The same of one level."""
+        waiting = self._waiting[level.name]
+        return bool(waiting) and not self._is_held_up(level, waiting[0][0])
 
     def _is_held_up(self, level: Level, key: ChunkKey) -> bool:
         slot = self._pool.find(key)

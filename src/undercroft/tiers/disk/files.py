@@ -10,8 +10,10 @@ import errno
 import fcntl
 import os
 from collections.abc import Sequence
+from threading import Lock
 
 from undercroft.errors import TierError, TierFull, TierUnavailable
+from undercroft.tiers.disk.buffers import padded
 
 __all__ = ["Files", "translate"]
 
@@ -45,6 +47,11 @@ class Files:
     Threads: any. Every call may block, and raises `OSError` as the kernel has it.
     """
 
+    written_bytes = 0
+    """Bytes written so far, each write in whole pages: no less than what reaches the medium."""
+
+    _counting = Lock()
+
     def open(self, path: str, flags: int) -> int:
         """A descriptor; never follows a symbolic link, never inherited, created 0600.
 
@@ -73,6 +80,8 @@ class Files:
         self._whole(os.pwritev(fd, buffers, offset), sum(map(len, buffers)))
 
     def _whole(self, written: int, wanted: int) -> None:
+        with self._counting:
+            self.written_bytes += padded(written)
         if written != wanted:
             raise OSError(errno.EIO, f"short write, {written} of {wanted} bytes")
 

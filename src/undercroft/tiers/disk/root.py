@@ -16,7 +16,14 @@ from undercroft.keys import Namespace, first_difference
 from undercroft.log import SparingLog
 from undercroft.tiers.disk.buffers import PAGE_BYTES, AlignedPool
 from undercroft.tiers.disk.files import Files
-from undercroft.tiers.disk.names import NAMESPACE, ROOT_NAME, SEGMENT, TEMPORARY, is_ours
+from undercroft.tiers.disk.names import (
+    NAMESPACE,
+    ROOT_NAME,
+    ROOT_NAMES,
+    SEGMENT,
+    TEMPORARY,
+    is_ours,
+)
 from undercroft.tiers.disk.segment import INDEX_SUFFIX, SLAB_SUFFIX, charge
 from undercroft.tiers.disk.usage import NamespaceUsage, SegmentUsage, Usage
 
@@ -233,7 +240,7 @@ class Root:
                 usage.fixed_bytes += charge(found)
                 if stat.S_ISDIR(found.st_mode) and NAMESPACE.fullmatch(name):
                     usage.namespaces[name] = self._namespace_usage(path, usage)
-                elif name != "lock":
+                elif name not in ROOT_NAMES:
                     usage.foreign_names.append(path)
         if tuple(usage.foreign_names) != self._warned and usage.foreign_names:
             self._warned = tuple(usage.foreign_names)
