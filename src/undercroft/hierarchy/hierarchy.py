@@ -125,7 +125,6 @@ class Hierarchy:
             self.pool,
             self.levels,
             view_of=self.view,
-            counters=counters,
             max_waiting=limits.max_cascade_waiting,
         )
         self.touches = Touches(self.levels, self.restores, self.cascade)

@@ -241,6 +241,16 @@ class Level:
             return False
         return True
 
+    def decline_waiting(self, reason: str, keys: Sequence[ChunkKey]) -> None:
+        """`keys` waited too long for their turn to be written."""
+        for key in keys:
+            self._decline(reason, key)
+        self._log.warning(
+            "tier %s is written to more slowly than chunks are stored: some leave host memory "
+            "before they are copied to it",
+            self.name,
+        )
+
     def _decline(self, reason: str, key: ChunkKey) -> None:
         self._counters.declined_chunks[self.name, reason] += 1
         self._counters.note(self.name, "declined", reason, key)
