@@ -6,15 +6,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.tiers.disk.support import ManualClock, disk, key, put
 
 from undercroft.errors import ConfigError
 from undercroft.tiers.base import Budgeted
+from undercroft.tiers.checked import Checked
 from undercroft.tiers.disk import DiskTier
 from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.ledger import HOURS, Ledger, pack_hours, parse_hours
+from undercroft.tiers.memory import MemoryTier
 
 MIB = 1 << 20
 HOUR_S = 3600.0
@@ -138,6 +141,7 @@ def test_several_processes_share_one_budget(memory_path: Path) -> None:
 KILLED = """
 import sys
 from pathlib import Path
+from typing import Any
 from tests.tiers.disk.test_disk_ledger import CAPACITY, MIB, store
 from tests.tiers.disk.support import disk
 tier = disk(Path(sys.argv[1]), capacity_bytes=CAPACITY, write_budget_bytes=64 * MIB)
@@ -255,3 +259,15 @@ def test_without_a_budget_there_is_no_file(memory_path: Path) -> None:
     with pytest.raises(ConfigError, match="write_budget_bytes"):
         disk(memory_path, write_budget_bytes=1)
     assert key(1)
+
+
+def test_a_wrapped_tier_keeps_its_budget(memory_path: Path) -> None:
+    """What a wrapper adds to a chunk is in its cost; a tier without accounts stays without."""
+    inner = disk(memory_path, capacity_bytes=CAPACITY, write_budget_bytes=32 * MIB)
+    tier: Any = Checked(inner)
+    assert isinstance(tier, Budgeted)
+    assert tier.allowance() == inner.allowance()
+    assert tier.written_bytes() == inner.written_bytes()
+    assert tier.write_cost_bytes(4096) == inner.write_cost_bytes(4096 + tier.overhead_bytes)
+    tier.close()
+    assert not isinstance(Checked(MemoryTier(MIB)), Budgeted)
