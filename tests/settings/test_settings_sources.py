@@ -266,6 +266,8 @@ def test_tier_options_are_parsed() -> None:
         "free_space_floor": "1GiB",
         "num_threads": "4",
         "direct": "no",
+        "write_rate": "200MiB",
+        "write_budget": "500GiB",
     }
     assert set(written) == set(TIER_KEYS) | set(TIER_OPTIONS["disk"])
     (tier,) = load({"host": 1, "tiers": [written]}).tiers
@@ -276,7 +278,9 @@ def test_tier_options_are_parsed() -> None:
         "free_space_floor": GIB,
         "num_threads": 4,
         "direct": False,
+        "write_budget": 500 * GIB,
     }
+    assert tier.write_rate_bytes == 200 << 20
 
 
 def test_names_of_equal_types_are_numbered() -> None:

@@ -160,7 +160,7 @@ def _open_levels(
         if tier is None:
             continue
         try:
-            level = _level(tier, tier_settings, settings, geometry, shared)
+            level = _level(tier, tier_settings, settings, geometry, num_replicas, shared)
         except BaseException:
             with suppress(TierError):
                 tier.close()
@@ -272,9 +272,11 @@ def _level(
     tier_settings: TierSettings,
     settings: Settings,
     geometry: Geometry,
+    num_replicas: int,
     shared: tuple[Clock, Counters, LevelEvents],
 ) -> Level:
     clock, counters, events = shared
+    rate_bytes = tier_settings.write_rate_bytes
     max_queued = max(settings.max_queued_write_bytes, *geometry.slot_bytes)
     return Level(
         tier,
@@ -294,6 +296,7 @@ def _level(
         counters=counters,
         events=events if tier_settings.events else LevelEvents(enabled=False),
         write_deadline_s=_WRITE_DEADLINE_S,
+        write_rate_bytes=None if rate_bytes is None else max(1, rate_bytes // num_replicas),
     )
 
 
@@ -335,8 +338,9 @@ def make_tier(
     options = {k: v for k, v in settings.options.items() if k != "num_threads"}
     if "path" in options:
         options["path"] = str(Path(options["path"]).expanduser())
-    if "free_space_floor" in options:
-        options["free_space_floor_bytes"] = options.pop("free_space_floor")
+    for name in ("free_space_floor", "write_budget"):
+        if name in options:
+            options[f"{name}_bytes"] = options.pop(name)
     offered = {
         "name": settings.name,
         "namespace": namespace,

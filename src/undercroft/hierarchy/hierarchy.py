@@ -125,7 +125,6 @@ class Hierarchy:
             self.pool,
             self.levels,
             view_of=self.view,
-            counters=counters,
             max_waiting=limits.max_cascade_waiting,
         )
         self.touches = Touches(self.levels, self.restores, self.cascade)
@@ -482,4 +481,4 @@ class Hierarchy:
             self.cascade.submit()
             hopeful = [each for each in hopeful if each.usable and each.transfers.drain(deadline_s)]
             self.poll()
-            has_more = any(self.cascade.num_waiting(level.name) for level in hopeful)
+            has_more = any(map(self.cascade.can_go_on_to, hopeful))

@@ -18,6 +18,7 @@ from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
 from undercroft.hierarchy.follow import Follower
 from undercroft.hierarchy.outcome import Done, Op
+from undercroft.hierarchy.spending import Spending
 from undercroft.hierarchy.transfers import Transfers
 from undercroft.keys import ChunkKey
 from undercroft.log import SparingLog
@@ -69,9 +70,10 @@ class Level:
         make_policy: Called once per size class with the number of chunks it could have.
         admission: Asked once per chunk offered.
         write_deadline_s: How long a queued write may take.
+        write_rate_bytes: What may be written a second; None: no bound.
 
     Raises:
-        ConfigError: The tier is not `Indexed`.
+        ConfigError: The tier is not `Indexed`, or its budget is less than a chunk.
     """
 
     def __init__(  # noqa: PLR0913 - the one place where a level is put together
@@ -87,6 +89,7 @@ class Level:
         counters: Counters,
         events: LevelEvents,
         write_deadline_s: float,
+        write_rate_bytes: int | None = None,
     ) -> None:
         if not isinstance(tier, Indexed):
             raise ConfigError(
@@ -110,6 +113,9 @@ class Level:
         self._counters = counters
         self._events = events
         self._write_deadline_s = write_deadline_s
+        self._spending = Spending(
+            tier, rate_bytes=write_rate_bytes, largest_bytes=max(slot_bytes), clock=clock
+        )
         self._alarm = Alarm(tier.name, clock)
         self._was_up = True
         self._policies = [make_policy(self._capacity_chunks(n)) for n in self._slot_bytes]
@@ -187,9 +193,13 @@ class Level:
         self._counters.note(self.name, "dropped", reason, key)
 
     def is_busy(self, num_bytes: int) -> bool:
-        """Whether the movers' queue is too full for a chunk; never while the level is unusable."""
+        """Whether a chunk has to wait; never while the level is unusable.
+
+        The movers' queue is too full for it, or it would be written faster than the user allows.
+        """
         queued, bound = self.transfers.queued_write_bytes, self.transfers.max_queued_write_bytes
-        return queued > 0 and queued + num_bytes > bound and self.usable
+        is_full = queued > 0 and queued + num_bytes > bound
+        return (is_full or self._spending.is_too_early(num_bytes)) and self.usable
 
     def offer(self, key: ChunkKey, data: memoryview) -> int | None:
         """Start writing `key`; returns the ticket, or None if it is not written (counted)."""
@@ -201,10 +211,7 @@ class Level:
             if self._writing[key][1] != self._generation:
                 self._decline("before_reset", key)
             return None
-        if self._indexed.has(key):
-            return None
-        if not self._admission.admit(key, len(data)):
-            self._decline("not_admitted", key)
+        if self._indexed.has(key) or not self._may_come(key, len(data)):
             return None
         self.make_room(size_class, 1)
         deadline_s = self._clock.now_s() + self._write_deadline_s
@@ -214,9 +221,35 @@ class Level:
             return None
         self._writing[key] = (size_class, self._generation)
         self._num_writing[size_class] += 1
+        self._spending.begin(len(data))
         if size_class in self._free:
             self._free[size_class] -= 1
         return ticket
+
+    def _may_come(self, key: ChunkKey, num_bytes: int) -> bool:
+        """What the level's admission and the day's budget say; a refusal is counted."""
+        if not self._admission.admit(key, num_bytes):
+            self._decline("not_admitted", key)
+            return False
+        if self._spending.is_too_much(num_bytes):
+            self._decline("write_budget", key)
+            self._log.warning(
+                "tier %s: the day's write_budget is spent; chunks are not copied to it until some "
+                "of it comes back, at the turn of an hour",
+                self.name,
+            )
+            return False
+        return True
+
+    def decline_waiting(self, reason: str, keys: Sequence[ChunkKey]) -> None:
+        """`keys` waited too long for their turn to be written."""
+        for key in keys:
+            self._decline(reason, key)
+        self._log.warning(
+            "tier %s is written to more slowly than chunks are stored: some leave host memory "
+            "before they are copied to it",
+            self.name,
+        )
 
     def _decline(self, reason: str, key: ChunkKey) -> None:
         self._counters.declined_chunks[self.name, reason] += 1
@@ -294,6 +327,7 @@ class Level:
         key, error = done.outcome.key, done.outcome.error
         size_class, generation = self._writing.pop(key)
         self._num_writing[size_class] -= 1
+        self._spending.end(self._slot_bytes[size_class])
         if not done.buffer_free:
             self._late_writes[done.ticket] = (key, generation)
         if generation != self._generation:

@@ -41,6 +41,7 @@ class TierSettings:
             `undercroft.settings.schema.TIER_OPTIONS`.
         events: Whether to report stores and removals when the engine sends events.
         locality: `LOCAL` or `REMOTE`, for events.
+        write_rate_bytes: What may be written to it a second, or None.
     """
 
     name: str
@@ -52,6 +53,7 @@ class TierSettings:
     options: Mapping[str, Any] = field(default_factory=_nothing)
     events: bool = True
     locality: str | None = None
+    write_rate_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,10 @@ def _tier(entry: dict[str, Any], where: str, taken: set[str]) -> TierSettings:
     rest = {k: v for k, v in parsed.items() if k not in common}
     common["name"] = _name(common.get("name"), kind, where, taken)
     return TierSettings(
-        capacity_bytes=common.pop("capacity", None), options=MappingProxyType(rest), **common
+        capacity_bytes=common.pop("capacity", None),
+        write_rate_bytes=common.pop("write_rate", None),
+        options=MappingProxyType(rest),
+        **common,
     )
 
 

@@ -225,6 +225,7 @@ TIER_KEYS: Mapping[str, Key] = _table(
     Key("admission", chosen, "always", "Which chunks may enter this tier."),
     Key("events", flag, "true", "Report what it stores and removes, if the engine sends events."),
     Key("locality", locality, _NO_DEFAULT, "LOCAL or REMOTE, as its events say."),
+    Key("write_rate", size, _NO_DEFAULT, "Bytes a second that may be written to it."),
 )
 """What may be written in an entry of `tiers`, whatever its type."""
 
@@ -243,6 +244,12 @@ TIER_OPTIONS: Mapping[str, Mapping[str, Key]] = {
             positive,
             "8 for chunks below 1 MiB, else 4",
             "Threads that read and write.",
+        ),
+        Key(
+            "write_budget",
+            size,
+            _NO_DEFAULT,
+            "Bytes a day that may be written to it, by all engines on the path together.",
         ),
         Key(
             "direct", flag, "where possible", "Bypass the page cache where the file system lets us."

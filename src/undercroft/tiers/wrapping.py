@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, Self
 
 from undercroft.keys import ChunkKey
-from undercroft.tiers.base import Bounded, Epochal, Following, Indexed, Tier
+from undercroft.tiers.base import Allowance, Bounded, Budgeted, Epochal, Following, Indexed, Tier
 
 __all__ = ["WrappingTier"]
 
@@ -18,7 +18,8 @@ class WrappingTier:
     A tier can be written to in two ways, with and without an epoch: let `write_from` call a method
     `write(key, data, epoch)`, as `Epochal.write_in_epoch` does, and that end in `pass_on`.
 
-    The wrapper is `Indexed`, `Bounded`, `Epochal` or `Following` exactly if the inner tier is.
+    The wrapper is `Indexed`, `Bounded`, `Epochal`, `Following` or `Budgeted` exactly if the inner
+    tier is.
 
     Args:
         inner: The tier inside; closed with this one.
@@ -93,12 +94,25 @@ class _FollowingAbility(WrappingTier):
         return lost
 
 
+class _BudgetedAbility(WrappingTier):
+    def written_bytes(self) -> int:
+        return int(self.inner.written_bytes())
+
+    def write_cost_bytes(self, num_bytes: int) -> int:
+        return int(self.inner.write_cost_bytes(num_bytes + self.overhead_bytes))
+
+    def allowance(self) -> Allowance | None:
+        found: Allowance | None = self.inner.allowance()
+        return found
+
+
 def _abilities(inner: Tier) -> tuple[type[WrappingTier], ...]:
     pairs: tuple[tuple[type, type[WrappingTier]], ...] = (
         (Indexed, _IndexedAbility),
         (Bounded, _BoundedAbility),
         (Epochal, _EpochalAbility),
         (Following, _FollowingAbility),
+        (Budgeted, _BudgetedAbility),
     )
     return tuple(passes_on for ability, passes_on in pairs if isinstance(inner, ability))
 

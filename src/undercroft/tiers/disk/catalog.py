@@ -30,6 +30,7 @@ from undercroft.tiers.disk.names import (
     MANIFEST_NAME,
     NAMESPACE,
     ROOT_NAME,
+    ROOT_NAMES,
     SEGMENT,
     TEMPORARY,
     is_ours,
@@ -205,7 +206,7 @@ class Catalog:
                 found = self.files.stat(path)
                 if stat.S_ISDIR(found.st_mode) and NAMESPACE.fullmatch(name):
                     namespaces.append(self._namespace(path, foreign, is_settled=is_settled))
-                elif name == LOCK_NAME:
+                elif name in ROOT_NAMES:
                     own.append(self._piece(path))
                 else:
                     foreign.append(self._tree(path))

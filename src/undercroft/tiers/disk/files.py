@@ -11,8 +11,10 @@ import fcntl
 import os
 import stat
 from collections.abc import Sequence
+from threading import Lock
 
 from undercroft.errors import TierError, TierFull, TierUnavailable
+from undercroft.tiers.disk.buffers import padded
 
 __all__ = ["Files", "NotOurs", "translate"]
 
@@ -63,6 +65,11 @@ class Files:
 
     Threads: any. Every call may block, and raises `OSError` as the kernel has it.
     """
+
+    written_bytes = 0
+    """Bytes written so far, each write in whole pages: no less than what reaches the medium."""
+
+    _counting = Lock()
 
     def open(self, path: str, flags: int) -> int:
         """A descriptor of a plain file with one name, of the user whose its directory is.
@@ -124,6 +131,8 @@ class Files:
         self._whole(os.pwritev(fd, buffers, offset), sum(map(len, buffers)))
 
     def _whole(self, written: int, wanted: int) -> None:
+        with self._counting:
+            self.written_bytes += padded(written)
         if written != wanted:
             raise OSError(errno.EIO, f"short write, {written} of {wanted} bytes")
 

@@ -60,6 +60,7 @@ REASONS = (
     "load_failed",
     "read_failed",
     "given_up",
+    "write_budget",
 )
 """Codes are places in these; both only ever grow at the end."""
 

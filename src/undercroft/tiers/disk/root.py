@@ -17,7 +17,14 @@ from undercroft.log import SparingLog
 from undercroft.tiers.disk.buffers import PAGE_BYTES, AlignedPool
 from undercroft.tiers.disk.files import Files, NotOurs
 from undercroft.tiers.disk.manifest import MAX_MANIFEST_BYTES, parse_manifest
-from undercroft.tiers.disk.names import NAMESPACE, ROOT_NAME, SEGMENT, TEMPORARY, is_ours
+from undercroft.tiers.disk.names import (
+    NAMESPACE,
+    ROOT_NAME,
+    ROOT_NAMES,
+    SEGMENT,
+    TEMPORARY,
+    is_ours,
+)
 from undercroft.tiers.disk.segment import INDEX_SUFFIX, SLAB_SUFFIX, charge
 from undercroft.tiers.disk.usage import NamespaceUsage, SegmentUsage, Usage
 
@@ -264,7 +271,7 @@ class Root:
                 usage.fixed_bytes += charge(found)
                 if NAMESPACE.fullmatch(name) and self._is_ours(found):
                     usage.namespaces[name] = self._namespace_usage(path, usage)
-                elif name != "lock":
+                elif name not in ROOT_NAMES:
                     usage.foreign_names.append(path)
         if tuple(usage.foreign_names) != self._warned and usage.foreign_names:
             self._warned = tuple(usage.foreign_names)

@@ -16,6 +16,8 @@ from undercroft.errors import (
 )
 from undercroft.keys import MAX_KEY_BYTES, ChunkKey, Namespace
 from undercroft.log import SparingLog
+from undercroft.tiers.base import Allowance
+from undercroft.tiers.disk.accounts import Accounts
 from undercroft.tiers.disk.buffers import PAGE_BYTES, AlignedPool
 from undercroft.tiers.disk.files import Files, translate
 from undercroft.tiers.disk.foreign import ForeignSegment
@@ -52,6 +54,8 @@ class DiskTier:
         num_replicas: Processes of this namespace that share the root; each gets an equal part.
         direct: Whether to bypass the page cache; None finds out what the file system takes.
         flush_interval_s: At most this much of the latest stores is lost when the power fails.
+        write_budget_bytes: What all processes together should write here in a day, restarts
+            included; None: as much as they like. See `Budgeted`. Give every process the same.
         files: The system calls; tests replace them.
 
     Raises:
@@ -74,6 +78,7 @@ class DiskTier:
         num_replicas: int = 1,
         direct: bool | None = None,
         flush_interval_s: float = 1.0,
+        write_budget_bytes: int | None = None,
         files: Files | None = None,
     ) -> None:
         for setting, value, least in (
@@ -81,6 +86,7 @@ class DiskTier:
             ("free_space_floor_bytes", free_space_floor_bytes, 0),
             ("num_replicas", num_replicas, 1),
             ("flush_interval_s", flush_interval_s, 0),
+            ("write_budget_bytes", write_budget_bytes or MIN_CAPACITY_BYTES, MIN_CAPACITY_BYTES),
         ):
             if value < least:
                 raise ConfigError(
@@ -109,6 +115,8 @@ class DiskTier:
                 self._upkeep.attach()
             except (TierUnavailable, TierFull) as exc:
                 _LOG.warning("disk tier %r starts without its disk: %s", name, exc)
+        self._accounts = Accounts(name, self._keeper, clock, write_budget_bytes)
+        self._accounts.sync()
 
     # Tier
 
@@ -190,6 +198,7 @@ class DiskTier:
             except OSError as exc:
                 _LOG.warning("disk tier %r closed unflushed: %s", self.name, exc)
             finally:
+                self._accounts.close()
                 self._detach()
 
     def _detach(self) -> None:
@@ -198,7 +207,7 @@ class DiskTier:
         except OSError as exc:
             _LOG.warning("disk tier %r: a file could not be closed: %s", self.name, exc)
 
-    # Described, Indexed, Bounded, Epochal, Following
+    # Described, Indexed, Bounded, Epochal, Following, Budgeted
 
     def describe(self) -> str:
         """See `Described.describe`."""
@@ -267,6 +276,18 @@ class DiskTier:
             self._upkeep.ensure_attached()
             return self._upkeep.raise_epoch()
 
+    def written_bytes(self) -> int:
+        """See `Budgeted.written_bytes`: in whole pages, everything that this tier writes."""
+        return self._files.written_bytes
+
+    def write_cost_bytes(self, num_bytes: int) -> int:
+        """See `Budgeted.write_cost_bytes`: the record, and the pages of its index that change."""
+        return self._accounts.cost_bytes(num_bytes)
+
+    def allowance(self) -> Allowance | None:
+        """See `Budgeted.allowance`."""
+        return self._accounts.allowance()
+
     # More
 
     def stats(self) -> dict[str, int]:
@@ -290,6 +311,7 @@ class DiskTier:
     def refresh(self) -> None:
         """See `Following.refresh`."""
         self._upkeep.run(force=True)
+        self._accounts.sync()
 
     def flush(self) -> None:
         """Make everything stored so far survive a loss of power. Blocks for the device."""
