@@ -194,6 +194,7 @@ KEYS: Mapping[str, Key] = _table(
     Key("tiers", objects, "[]", "Tiers below host memory, nearest first."),
     Key("model_id", text, "found out", "Says which weights these are, instead of a fingerprint."),
     Key("offload_prompt_only", flag, "true", "Keep prompts only, not generated tokens."),
+    Key("keep_across_sleep", flag, "false", "Drop nothing when the engine sleeps or pauses."),
     Key(
         "self_describing_kv_events",
         flag,
