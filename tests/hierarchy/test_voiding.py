@@ -1,4 +1,4 @@
-"""Resets that a level cannot take: bounded waits, one thread, one line, and a last try at the end."""
+"""Resets that a level cannot take: bounded waits, one thread, one line, a last try at the end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from worlds import CHUNK_BYTES, World, check_quiet, keys_of, made_worlds, make_world
+from invariants import check_quiet
+from worlds import CHUNK_BYTES, World, keys_of, made_worlds, make_world
 
 from undercroft.clock import SystemClock
 from undercroft.hierarchy.hierarchy import Limits

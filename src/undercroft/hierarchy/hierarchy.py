@@ -25,6 +25,7 @@ from undercroft.hierarchy.restore import Restores
 from undercroft.hierarchy.slots import SlotState
 from undercroft.hierarchy.stores import LEVEL_0, StorePlan, Stores, failed_chunk
 from undercroft.hierarchy.touches import Touches
+from undercroft.hierarchy.voiding import wait_for_tries
 from undercroft.key_table import SHARD_SHIFT
 from undercroft.keys import ChunkKey
 from undercroft.log import SparingLog
@@ -432,11 +433,9 @@ class Hierarchy:
         self._forget_all()
         self.events.hurry()
         self._quarantine_worker_slots()
-        deadline_s = self._clock.now_s() + self._limits.drain_deadline_s
-        in_time = True
-        for level in self.levels:
-            left_s = max(0.0, deadline_s - self._clock.now_s())
-            in_time &= level.voider.wait_for_a_try(left_s)
+        voiders = [level.voider for level in self.levels]
+        in_time = wait_for_tries(voiders, self._limits.drain_deadline_s, self._clock)
+        self.restores.refresh()
         return in_time
 
     def _forget_all(self) -> None:
@@ -458,7 +457,10 @@ class Hierarchy:
         """As `reset` for what the workers have under way only; what is stored stays."""
         for request in [*self._holders.values(), *self._asking.values()]:
             self._let_go(request)
+        requests = [*self.stores.requests(), *self.loads.requests.values()]
         self._quarantine_worker_slots()
+        for request in requests:
+            self._touch_if_over(request)
 
     def _quarantine_worker_slots(self) -> None:
         """The engine drops the acks of jobs begun before its reset: hold their slots back.

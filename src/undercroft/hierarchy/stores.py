@@ -90,6 +90,10 @@ class Stores:
         """Chunks under way."""
         return self._num_chunks
 
+    def requests(self) -> list[Request]:
+        """Those with chunks under way."""
+        return [stores[0].request for stores in self._of_request.values()]
+
     def prepare(self, keys: Sequence[ChunkKey], request: Request) -> StorePlan:
         """See `Hierarchy.prepare_store`."""
         pool = self._pool

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from undercroft.clock import Clock
@@ -17,7 +17,7 @@ from undercroft.keys import ChunkKey
 from undercroft.log import SparingLog
 from undercroft.tiers.base import Epochal, Owing, Tier
 
-__all__ = ["Voider"]
+__all__ = ["Voider", "wait_for_tries"]
 
 _LOG = logging.getLogger(__name__)
 _RETRY_S = 1.0
@@ -238,3 +238,10 @@ class Voider:
         # No new epoch here, but perhaps in a level beside: what we wrote is from before.
         for key, _ in list(self._evictable()):
             self._tier.delete(key)
+
+
+def wait_for_tries(voiders: Sequence[Voider], timeout_s: float, clock: Clock) -> bool:
+    """`Voider.wait_for_a_try` of each, for `timeout_s` together; whether all are void."""
+    deadline_s = clock.now_s() + timeout_s
+    are_void = [each.wait_for_a_try(max(0.0, deadline_s - clock.now_s())) for each in voiders]
+    return all(are_void)

@@ -1,4 +1,4 @@
-"""Resets that the directory does not take: nothing old is served, here, beside us or after a kill."""
+"""Resets that the directory does not take: nothing old is served, here, beside us, after a kill."""
 
 from __future__ import annotations
 

@@ -237,6 +237,21 @@ class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped 
         if self._queued.pop(request.request_id, None) is not None:
             self._looked_ahead.discard(request.request_id)
 
+    @override
+    def reset_cache(self) -> bool | None:
+        # Of a reset since the last step, whose jobs the next one is to flush: vLLM 0.32 asserts
+        # that there was none, though a reset may well follow a sleep or another reset.
+        scheduler = self.scheduler
+        to_flush, scheduler._current_batch_jobs_to_flush = (
+            scheduler._current_batch_jobs_to_flush,
+            set(),
+        )
+        try:
+            done: bool | None = super().reset_cache()
+        finally:
+            scheduler._current_batch_jobs_to_flush |= to_flush
+        return done
+
     # --- looking ahead ------------------------------------------------------------------------
 
     @override
