@@ -241,15 +241,13 @@ class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped 
     def reset_cache(self) -> bool | None:
         # Of a reset since the last step, whose jobs the next one is to flush: vLLM 0.32 asserts
         # that there was none, though a reset may well follow a sleep or another reset.
-        scheduler = self.scheduler
-        to_flush, scheduler._current_batch_jobs_to_flush = (
-            scheduler._current_batch_jobs_to_flush,
-            set(),
-        )
+        to_flush: set[int] = getattr(self.scheduler, "_current_batch_jobs_to_flush", set())
+        held = set(to_flush)
+        to_flush.clear()
         try:
             done: bool | None = super().reset_cache()
         finally:
-            scheduler._current_batch_jobs_to_flush |= to_flush
+            to_flush |= held
         return done
 
     # --- looking ahead ------------------------------------------------------------------------
