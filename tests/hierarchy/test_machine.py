@@ -146,8 +146,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         held_up = sum(below.faulty.num_hung for below in self.below) + self.clock._num_sleepers()
         if transfers.num_running:
             return transfers.num_running <= held_up
-        raiser = level._raiser
-        return not transfers._queue and not (raiser is not None and raiser.is_alive())
+        return not transfers._queue and level.voider.is_over
 
     def chosen(self, mask: int, job: Job) -> bool:
         return (

@@ -54,6 +54,7 @@ VALUES: dict[str, tuple[Any, str, Any]] = {
     "tiers": (json.dumps([DISK]), "tiers", load(SHAPE).tiers),
     "model_id": ("7", "model_id", "7"),
     "offload_prompt_only": ("false", "offload_prompt_only", False),
+    "keep_across_sleep": ("true", "keep_across_sleep", True),
     "self_describing_kv_events": ("true", "self_describing_kv_events", True),
     "lookup_deadline_s": ("0.5", "lookup_deadline_s", 0.5),
     "promote_deadline_s": ("4", "promote_deadline_s", 4.0),

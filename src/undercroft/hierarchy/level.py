@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from itertools import islice
 
 from undercroft.admission.always import Always
@@ -20,17 +18,17 @@ from undercroft.hierarchy.follow import Follower
 from undercroft.hierarchy.outcome import Done, Op
 from undercroft.hierarchy.spending import Spending
 from undercroft.hierarchy.transfers import Transfers
+from undercroft.hierarchy.voiding import Voider
 from undercroft.keys import ChunkKey
 from undercroft.log import SparingLog
 from undercroft.policies.base import EvictionPolicy
-from undercroft.tiers.base import Bounded, Epochal, Following, Indexed, Tier
+from undercroft.tiers.base import Bounded, Following, Indexed, Tier
 
 __all__ = ["Level", "drop_reason"]
 
 _LOG = logging.getLogger(__name__)
 _MAX_EVICTIONS_PER_CALL = 64
 _UNBOUNDED_CHUNKS = 1 << 40
-_RAISE_RETRY_S = 1.0
 
 
 def drop_reason(error: KvError) -> str:
@@ -38,14 +36,6 @@ def drop_reason(error: KvError) -> str:
     if isinstance(error, CorruptChunk):
         return "corrupt"
     return type(error).__name__.removeprefix("Tier").lower()
-
-
-def _has_begun(thread: threading.Thread) -> bool:
-    """Whether `thread` was started: now, if it was not. False: there are no more threads."""
-    if thread.ident is None:
-        with suppress(RuntimeError):
-            thread.start()
-    return thread.ident is not None
 
 
 class _ClosedIndex:
@@ -60,10 +50,10 @@ class _ClosedIndex:
 
 
 class Level:
-    """A lower level. All methods but those of the raiser thread run on the scheduler thread.
+    """A lower level. All methods run on the scheduler thread.
 
     Args:
-        tier: Must be `Indexed`; `Bounded`, `Epochal` and `Following` are used when there.
+        tier: Must be `Indexed`; the other protocols of `tiers.base` are used when there.
         transfers: Moves the tier's bytes.
         slot_bytes: Bytes of a chunk of each size class, as the tier sees them.
         class_of: The size class of a key.
@@ -101,7 +91,6 @@ class Level:
         self.tier = tier
         self._indexed: Indexed = tier
         self._bounded = tier if isinstance(tier, Bounded) else None
-        self._epochal = tier if isinstance(tier, Epochal) else None
         self.transfers = transfers
         self._slot_bytes = tuple(slot_bytes)
         self._class_of = class_of
@@ -129,11 +118,8 @@ class Level:
         self._free: dict[int, int] = {}
         self._num_writing = [0] * len(self._slot_bytes)
         self._num_deleting = [0] * len(self._slot_bytes)
-        self._epoch_seen = self._epochal.epoch() if self._epochal else None
-        """What is offered now is for this epoch, and refused once there is another."""
-        self._must_raise = False
-        self._raiser: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._is_closed = False
+        self.voider = Voider(tier, transfers, evictable=tier.evictable, clock=clock)
         self._adopt(tier.evictable())
         self._following: Following | None = tier if isinstance(tier, Following) else None
         self._follower = Follower(self._following, self.name, clock) if self._following else None
@@ -152,12 +138,7 @@ class Level:
     @property
     def usable(self) -> bool:
         """Whether the level is asked at all: not void, and its breaker lets calls through."""
-        raiser = self._raiser
-        if raiser is not None:
-            if not _has_begun(raiser) or raiser.is_alive():
-                return False
-            self._raiser = None
-        return self.transfers.available
+        return self.voider.is_over and self.transfers.available
 
     def has(self, key: ChunkKey) -> bool:
         """Whether a read of `key` is worth trying. No I/O."""
@@ -215,7 +196,7 @@ class Level:
             return None
         self.make_room(size_class, 1)
         deadline_s = self._clock.now_s() + self._write_deadline_s
-        ticket = self.transfers.write(key, data, deadline_s, self._epoch_seen)
+        ticket = self.transfers.write(key, data, deadline_s, self.voider.epoch_seen)
         if ticket is None:
             self._decline("backpressure", key)
             return None
@@ -296,7 +277,7 @@ class Level:
             self._counters.dropped_chunks[self.name, drop_reason(error)] += 1
             self._counters.note(self.name, "dropped", drop_reason(error), key)
             self._tell(done.op, error)
-            if isinstance(error, TierFull) and not self._stop.is_set():
+            if isinstance(error, TierFull) and not self._is_closed:
                 self._free[size_class] = 0  # whatever it said before
                 self.make_room(size_class, 1)
 
@@ -320,7 +301,7 @@ class Level:
 
     def _tell(self, op: Op, error: KvError) -> None:
         """Say why, once a minute; what is full, being reset or closed is no news."""
-        if self._raiser is None and not isinstance(error, TierFull | TierClosed | CorruptChunk):
+        if self.voider.is_over and not isinstance(error, TierFull | TierClosed | CorruptChunk):
             self._log.warning("tier %s failed to %s a chunk: %s", self.name, op.value, error)
 
     def _settle_write(self, done: Done) -> None:
@@ -355,87 +336,46 @@ class Level:
     def _keep_evictable(self, key: ChunkKey) -> None:
         """If the tier holds `key` in spite of a failure, see to it that it can be evicted."""
         policy = self._policies[self._class_of(key)]
-        if self._raiser is None and key not in policy and self._indexed.has(key):
+        if self.voider.is_over and key not in policy and self._indexed.has(key):
             policy.on_insert(key)
             self._events.add(self.name, key, removed=False)
 
-    # --- epochs -------------------------------------------------------------------------------
+    # --- resets and the end -------------------------------------------------------------------
 
     def epoch_moved(self) -> bool:
         """Whether another process raised the epoch since this level was last made void."""
-        if self._epochal is None or self._raiser is not None or self._stop.is_set():
-            return False
-        return self._epochal.epoch() != self._epoch_seen
+        return self.voider.epoch_moved()
 
-    def void(self, *, raise_epoch: bool) -> None:
+    def owe_reset(self) -> None:
+        """Before anything else is done about a reset of all processes; `void` has to follow."""
+        self.voider.owe()
+
+    def void(self) -> None:
         """Forget everything; the level is unusable until nothing old can be written any more.
 
-        With `raise_epoch`, what is stored becomes void for every process, durably; `wait_void`
+        After `owe_reset`, what is stored becomes void for every process, durably; `wait_void`
         waits for that.
         """
         self._generation += 1
         self._counters.note(self.name, "reset", "other")
-        before = self._epoch_seen
-        if self._epochal is not None and not self._stop.is_set():
-            self._epoch_seen = self._epochal.epoch()
         self.transfers.cancel_queued()
         for policy in self._policies:
             for key in list(policy.victims()):
                 policy.on_drop(key)
                 self._events.add(self.name, key, removed=True)
-        self._must_raise |= raise_epoch
-        if self._epoch_seen != before and not self._must_raise:
-            return  # the tier serves nothing of before, and takes nothing that is for it
-        self._raiser = threading.Thread(
-            target=self._run_raiser,
-            args=(self._generation,),
-            name=f"undercroft-{self.name}-epoch",
-        )
-        self._raiser.daemon = True
-        _has_begun(self._raiser)
+        self.voider.begin()
 
     def wait_void(self, timeout_s: float) -> bool:
-        """Wait until the epoch is raised; False if it is not by then, or the level is closed."""
-        if self._raiser is None:
-            return not self._stop.is_set()
-        if not _has_begun(self._raiser):
-            return False
-        self._raiser.join(timeout_s)
-        return not (self._raiser.is_alive() or self._stop.is_set())
-
-    def _run_raiser(self, generation: int) -> None:
-        # A write that is under way is refused if it comes into a new epoch. Without one it has to
-        # be waited for. If it hangs, make void at once, and again when it is out.
-        is_refused = self._epochal is not None and self._must_raise
-        drained = is_refused or self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
-        while not self._stop.is_set() and generation == self._generation:
-            try:
-                self._make_void(generation)
-            except Exception as error:  # noqa: BLE001 - a stranger's tier may raise anything
-                self._log.warning("tier %s: the epoch cannot be raised yet: %s", self.name, error)
-                self._stop.wait(_RAISE_RETRY_S)
-                continue
-            if drained:
-                return
-            while not (drained or self._stop.is_set()):
-                drained = self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
-
-    def _make_void(self, generation: int) -> None:
-        if self._epochal is not None and self._must_raise:
-            raised = self._epochal.raise_epoch()
-            if generation == self._generation:
-                self._epoch_seen, self._must_raise = raised, False
-            return
-        # No new epoch here, but perhaps in a level beside: what we wrote is from before.
-        for key, _ in list(self._indexed.evictable()):
-            self.tier.delete(key)
+        """Wait until the level is void; False if it is not by then, or is closed."""
+        return self.voider.wait(timeout_s)
 
     def close(self, deadline_s: float) -> None:
         """Stop the movers and close the tier, bounded even if the tier hangs.
 
         What ended by then is still to be settled; the level holds nothing any more.
         """
-        self._stop.set()
+        self._is_closed = True
+        self.voider.close(max(0.0, deadline_s - self._clock.now_s()) / 4)
         if self._follower is not None:
             self._follower.close(max(0.0, deadline_s - self._clock.now_s()) / 4)
         try:

@@ -69,6 +69,7 @@ class Settings:
         tiers: Nearest first.
         model_id: What the user calls these weights, or None.
         offload_prompt_only: Keep prompts only, not generated tokens.
+        keep_across_sleep: Drop nothing when the engine sleeps or pauses.
         self_describing_kv_events: Events carry token ids and parent hashes.
         lookup_deadline_s: See `undercroft.settings.schema.KEYS`, as for those that follow.
         promote_deadline_s: The same.
@@ -88,6 +89,7 @@ class Settings:
     tiers: tuple[TierSettings, ...] = ()
     model_id: str | None = None
     offload_prompt_only: bool = True
+    keep_across_sleep: bool = False
     self_describing_kv_events: bool = False
     lookup_deadline_s: float = 0.020
     promote_deadline_s: float = 2.0

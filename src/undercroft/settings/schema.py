@@ -194,6 +194,7 @@ KEYS: Mapping[str, Key] = _table(
     Key("tiers", objects, "[]", "Tiers below host memory, nearest first."),
     Key("model_id", text, "found out", "Says which weights these are, instead of a fingerprint."),
     Key("offload_prompt_only", flag, "true", "Keep prompts only, not generated tokens."),
+    Key("keep_across_sleep", flag, "false", "Drop nothing when the engine sleeps or pauses."),
     Key(
         "self_describing_kv_events",
         flag,
@@ -202,7 +203,7 @@ KEYS: Mapping[str, Key] = _table(
     ),
     Key("lookup_deadline_s", seconds, "0.02", "Longest wait for a remote tier to answer a lookup."),
     Key("promote_deadline_s", seconds, "2", "Longest wait for a chunk to come up from a tier."),
-    Key("drain_deadline_s", seconds, "1", "Longest wait for transfers under way when resetting."),
+    Key("drain_deadline_s", seconds, "1", "Longest wait for lower levels to take a reset."),
     Key("shutdown_deadline_s", seconds, "3", "Longest wait for transfers under way at the end."),
     Key("join_deadline_s", seconds, "60", "Longest wait for all ranks to join host memory."),
     Key(

@@ -21,6 +21,7 @@ __all__ = [
     "Epochal",
     "Following",
     "Indexed",
+    "Owing",
     "Tier",
 ]
 
@@ -136,6 +137,29 @@ class Epochal(Protocol):
         Returns:
             The epoch that this call made; another process may have raised it again since.
         """
+        ...
+
+
+@runtime_checkable
+class Owing(Protocol):
+    """An `Epochal` tier that still owes a reset when this process ends before the epoch is raised.
+
+    Whoever opens it next raises the epoch first; others that share it, and see that a reset is owed
+    for long, do so themselves.
+    """
+
+    def owe_reset(self) -> bool:
+        """Note that the epoch has to be raised: from now on nothing stored before is served.
+
+        Scheduler thread; before anything else is done about a reset; never waits for the medium.
+
+        Returns:
+            False if it was noted for this process only.
+        """
+        ...
+
+    def owed_at(self) -> str:
+        """What a person would have to remove if the epoch cannot be raised. No I/O."""
         ...
 
 

@@ -7,7 +7,16 @@ from functools import cache
 from typing import Any, Self
 
 from undercroft.keys import ChunkKey
-from undercroft.tiers.base import Allowance, Bounded, Budgeted, Epochal, Following, Indexed, Tier
+from undercroft.tiers.base import (
+    Allowance,
+    Bounded,
+    Budgeted,
+    Epochal,
+    Following,
+    Indexed,
+    Owing,
+    Tier,
+)
 
 __all__ = ["WrappingTier"]
 
@@ -18,8 +27,8 @@ class WrappingTier:
     A tier can be written to in two ways, with and without an epoch: let `write_from` call a method
     `write(key, data, epoch)`, as `Epochal.write_in_epoch` does, and that end in `pass_on`.
 
-    The wrapper is `Indexed`, `Bounded`, `Epochal`, `Following` or `Budgeted` exactly if the inner
-    tier is.
+    The wrapper is `Indexed`, `Bounded`, `Epochal`, `Owing`, `Following` or `Budgeted` exactly if
+    the inner tier is.
 
     Args:
         inner: The tier inside; closed with this one.
@@ -81,6 +90,14 @@ class _EpochalAbility(WrappingTier):
         return int(self.inner.raise_epoch())
 
 
+class _OwingAbility(WrappingTier):
+    def owe_reset(self) -> bool:
+        return bool(self.inner.owe_reset())
+
+    def owed_at(self) -> str:
+        return str(self.inner.owed_at())
+
+
 class _FollowingAbility(WrappingTier):
     def refresh(self) -> None:
         self.inner.refresh()
@@ -111,6 +128,7 @@ def _abilities(inner: Tier) -> tuple[type[WrappingTier], ...]:
         (Indexed, _IndexedAbility),
         (Bounded, _BoundedAbility),
         (Epochal, _EpochalAbility),
+        (Owing, _OwingAbility),
         (Following, _FollowingAbility),
         (Budgeted, _BudgetedAbility),
     )

@@ -10,6 +10,7 @@ from undercroft.log import SparingLog
 from undercroft.tiers.disk.buffers import PAGE_BYTES
 from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.holdings import Holdings
+from undercroft.tiers.disk.owed import OwedResets
 from undercroft.tiers.disk.records import RecordIo
 from undercroft.tiers.disk.root import Root
 from undercroft.tiers.disk.segment import OpenSegment, segment_bytes
@@ -46,6 +47,7 @@ class Ground:
     limits: Limits
     clock: Clock
     log: SparingLog
+    owed: OwedResets
     usage: Usage = field(default_factory=Usage)
     num_looks: int = 0
     free_bytes: int = 0

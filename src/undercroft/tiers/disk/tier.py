@@ -24,6 +24,7 @@ from undercroft.tiers.disk.foreign import ForeignSegment
 from undercroft.tiers.disk.ground import Ground, Limits
 from undercroft.tiers.disk.holdings import Holdings, Reservation
 from undercroft.tiers.disk.keeper import Keeper
+from undercroft.tiers.disk.owed import OwedResets
 from undercroft.tiers.disk.records import RecordIo, record_bytes
 from undercroft.tiers.disk.root import Root
 from undercroft.tiers.disk.segment import OpenSegment, OwnSegment
@@ -103,8 +104,9 @@ class DiskTier:
         limits = Limits(capacity_bytes, free_space_floor_bytes, num_replicas, direct)
         root = Root(files, str(path), namespace, clock)
         self._log = SparingLog(_LOG, clock)
+        owed = OwedResets(str(path), namespace.id, clock)
         self._keeper = Keeper(
-            Ground(files, root, self._records, self._holdings, limits, clock, self._log)
+            Ground(files, root, self._records, self._holdings, limits, clock, self._log, owed)
         )
         self._counts = {"corrupt_dropped": 0, "stale_reads": 0}
         self._suspects: set[bytes] = set()
@@ -207,7 +209,7 @@ class DiskTier:
         except OSError as exc:
             _LOG.warning("disk tier %r: a file could not be closed: %s", self.name, exc)
 
-    # Described, Indexed, Bounded, Epochal, Following, Budgeted
+    # Described, Indexed, Bounded, Epochal, Owing, Following, Budgeted
 
     def describe(self) -> str:
         """See `Described.describe`."""
@@ -270,11 +272,26 @@ class DiskTier:
                 load, this tier serves nothing.
         """
         self._upkeep.check_open()
-        self._upkeep.must_raise = True
-        self._upkeep.seen_epoch = -1
+        if not self._upkeep.owed:
+            self._upkeep.owe_reset()
         with self._keeper.shape:
-            self._upkeep.ensure_attached()
-            return self._upkeep.raise_epoch()
+            try:
+                self._upkeep.ensure_writable()
+                return self._upkeep.raise_epoch()
+            except (TierUnavailable, TierFull):
+                # Read-only for us, perhaps, and somebody else has done it.
+                epoch = self._upkeep.epoch_if_settled()
+                if epoch is None:
+                    raise
+                return epoch
+
+    def owe_reset(self) -> bool:
+        """See `Owing.owe_reset`."""
+        return self._upkeep.owe_reset()
+
+    def owed_at(self) -> str:
+        """See `Owing.owed_at`."""
+        return self._keeper.ground.root.directory
 
     def written_bytes(self) -> int:
         """See `Budgeted.written_bytes`: in whole pages, everything that this tier writes."""
@@ -310,8 +327,11 @@ class DiskTier:
 
     def refresh(self) -> None:
         """See `Following.refresh`."""
-        self._upkeep.run(force=True)
-        self._accounts.sync()
+        try:
+            self._upkeep.run(force=True)
+            self._accounts.sync()
+        finally:
+            self._upkeep.mend_if_owed()
 
     def flush(self) -> None:
         """Make everything stored so far survive a loss of power. Blocks for the device."""
