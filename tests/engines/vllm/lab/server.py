@@ -103,12 +103,13 @@ class Server:
     def complete(
         self, prompt: list[int], max_tokens: int = 8, *, replica: int | None = None
     ) -> dict[str, Any]:
-        """One greedy completion, streamed; text, pieces, usage and seconds to the first piece.
+        """One greedy completion, streamed; text, tokens, usage and seconds to the first piece.
 
         `replica` is the data parallel rank that is to answer.
         """
         started = time.monotonic()
         pieces: list[str] = []
+        tokens: list[int] = []
         usage: dict[str, Any] = {}
         first_s = None
         body = {
@@ -117,6 +118,7 @@ class Server:
             "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
+            "return_token_ids": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -129,9 +131,11 @@ class Server:
             for choice in event["choices"]:
                 first_s = time.monotonic() - started if first_s is None else first_s
                 pieces.append(choice["text"])
+                tokens += choice["token_ids"]
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return {
             "text": "".join(pieces),
+            "tokens": tokens,
             "num_pieces": len(pieces),
             "cached_tokens": cached,
             "first_s": first_s,
