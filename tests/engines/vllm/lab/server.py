@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from tests.engines.vllm.lab.engine import BLOCK_TOKENS, ROOT, EngineFailed, environment
 from tests.engines.vllm.lab.models import model_path
+from undercroft.cli.serve import vllm_program
 
 START_S = 240.0
 
@@ -48,11 +49,14 @@ class Server:
     def __init__(
         self,
         folder: Path,
-        words: list[str],
+        words: list[str] | None,
         model: str = "llama",
         **extra_environment: str,
     ) -> None:
-        """With these words of `undercroft serve` and what every server here is started with."""
+        """With these words of `undercroft serve` and what every server here is started with.
+
+        Without any, None, it is a plain `vllm serve`.
+        """
         self.folder = folder
         self.port = _free_port()
         self.log = folder / f"server-{self.port}.log"
@@ -63,8 +67,8 @@ class Server:
             **extra_environment,
         )
         env["PYTHONPATH"] += ":" + _distribution_path(folder)
-        command = [sys.executable, "-m", "undercroft", "serve", str(model_path(model)), *words]
-        command += self._options()
+        program = [sys.executable, "-m", "undercroft"] if words is not None else vllm_program()
+        command = [*program, "serve", str(model_path(model)), *(words or []), *self._options()]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
