@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from undercroft.clock import Clock, SystemClock
-from undercroft.testing.fault_plan import Fault, Plan
+from undercroft.testing.fault_plan import Fault, Plan, stamp_of
 
 __all__ = ["FaultControl", "Status"]
 
@@ -34,7 +34,8 @@ class Status:
         pid: The process.
         tier: The tier's name.
         plan: The plan that it has taken.
-        error: Why it did not take the one that is there, if it did not.
+        seen: Which writing of the control file it has looked at, as `stamp_of` calls it.
+        error: Why it did not take that, if it did not.
         fired: How often each fault fired in this process, by name, earlier plans included.
         num_hung: Calls that hang now.
         closed: Whether the tier is closed.
@@ -43,6 +44,7 @@ class Status:
     pid: int
     tier: str
     plan: str
+    seen: str | None
     error: str | None
     fired: dict[str, int]
     num_hung: int
@@ -84,9 +86,11 @@ class FaultControl:
         draft = self.path.with_name(f"{self.path.name}.draft")
         draft.write_text(json.dumps(plan.to_json(), indent=1), encoding="utf-8")
         draft.replace(self.path)
+        stamp = stamp_of(self.path)
         ends_s = self._clock.now_s() + wait_s
         while late := [s for s in self.statuses() if s.is_live and s.plan != plan.id]:
-            if refused := [f"{s.tier}: {s.error}" for s in late if s.error]:
+            looked = [s for s in late if s.error and s.seen == stamp]
+            if refused := [f"{s.tier}: {s.error}" for s in looked]:
                 raise RuntimeError(f"the faults were refused: {'; '.join(refused)}")
             if self._clock.now_s() > ends_s:
                 raise TimeoutError(f"{late} did not take the faults within {wait_s} s")
@@ -107,12 +111,15 @@ class FaultControl:
         return found
 
     def fired(self) -> dict[str, int]:
-        """How often each fault has fired so far, by name, in all processes and under all plans."""
+        """How often each fault has fired, by name, in all processes and under all plans.
+
+        As it was 50 ms ago; `apply` and `clear` bring it up to date.
+        """
         total: Counter[str] = Counter()
         for status in self.statuses():
             total.update(status.fired)
         return dict(total)
 
     def num_hung(self) -> int:
-        """Calls that hang now, in live processes."""
+        """Calls that hang, in live processes; as it was 50 ms ago."""
         return sum(status.num_hung for status in self.statuses() if status.is_live)

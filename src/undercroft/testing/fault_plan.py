@@ -10,6 +10,7 @@ import errno
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from undercroft.clock import Clock
@@ -30,7 +31,7 @@ from undercroft.testing.injectors import (
     while_between,
 )
 
-__all__ = ["FILES", "TIER", "VERSION", "Fault", "Plan"]
+__all__ = ["FILES", "TIER", "VERSION", "Fault", "Plan", "stamp_of"]
 
 VERSION = 1
 TIER, FILES = "tier", "files"
@@ -270,6 +271,15 @@ class Plan:
             raise ConfigError(f"the plan is of version {written['version']!r}, not {VERSION}")
         faults = tuple(Fault.from_json(fault) for fault in written["faults"])
         return cls(str(written.get("plan", "")), faults)
+
+
+def stamp_of(path: Path) -> str | None:
+    """Which writing of the file this is; None: it cannot be seen."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return f"{found.st_mtime_ns} {found.st_ino} {found.st_size}"
 
 
 def _on_prefix(prefixes: tuple[str, ...]) -> When:

@@ -21,7 +21,7 @@ from typing import Any
 
 from undercroft.clock import Clock
 from undercroft.errors import ConfigError
-from undercroft.testing.fault_plan import FILES, TIER, VERSION, Fault, Plan
+from undercroft.testing.fault_plan import FILES, TIER, VERSION, Fault, Plan, stamp_of
 from undercroft.testing.faults import FaultyTier
 from undercroft.testing.faulty_files import FaultyFiles
 from undercroft.testing.injectors import Effect, Faults, Injector
@@ -129,7 +129,7 @@ class Watch:
         }
         self.files = FaultyFiles(self.at[FILES])
         self._takes_files = takes_files
-        self._stamp: tuple[int, ...] | None = None
+        self._stamp: str | None = None
         self._plan = Plan("")
         self._error: str | None = None
         self._injectors: dict[Fault, Injector] = {}
@@ -146,7 +146,7 @@ class Watch:
     def look(self) -> None:
         """Take the plan, if it is a new one, and write what fired, if that changed."""
         with self._lock:
-            stamp = _stamp(self.control)
+            stamp = stamp_of(self.control)
             if stamp != self._stamp:
                 self._stamp = stamp
                 self._read()
@@ -234,6 +234,7 @@ class Watch:
                 "pid": os.getpid(),
                 "tier": self._tier,
                 "plan": self._plan.id,
+                "seen": self._stamp,
                 "error": self._error,
                 "fired": fired,
                 "num_hung": sum(faults.num_hung for faults in self.at.values()),
@@ -245,11 +246,3 @@ class Watch:
             draft = self._status.with_name(f"{self._status.name}.draft")
             draft.write_text(json.dumps(status), encoding="utf-8")
             draft.replace(self._status)
-
-
-def _stamp(path: Path) -> tuple[int, ...] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return (found.st_mtime_ns, found.st_ino, found.st_size)
