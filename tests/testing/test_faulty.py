@@ -318,6 +318,28 @@ def test_a_killed_process_has_told_that_it_was(tmp_path: Path) -> None:
     rig.tier.close()
 
 
+def test_a_process_that_nobody_waited_for_is_not_waited_for_here(tmp_path: Path) -> None:
+    """A killed engine whose parent has not noticed yet; nor another process of its number."""
+    rig = Rig(tmp_path)
+    rig.control.apply(Fault("killed", calls=("write_from",)))
+    script = KILLED.format(paths=sys.path, folder=str(tmp_path))
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        assert soon(lambda: rig.control.fired() == {"killed": 1})
+        assert soon(lambda: not any(status.is_live for status in rig.control.statuses()))
+        rig.control.clear(wait_s=5.0)
+        process.wait(30)
+
+
+def test_a_control_file_where_nothing_can_be_written(tmp_path: Path) -> None:
+    """A line that says so, before anything else happens."""
+    rig = Rig(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="but there is no directory"):
+        rig.open()
+    assert not rig.path.exists()
+
+
 @pytest.mark.parametrize(
     ("written", "message"),
     [

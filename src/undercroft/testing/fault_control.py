@@ -15,15 +15,16 @@ import json
 import os
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from undercroft.clock import Clock, SystemClock
-from undercroft.testing.fault_plan import Fault, Plan, stamp_of
+from undercroft.testing.fault_plan import Fault, Plan, began, stamp_of
 
 __all__ = ["FaultControl", "Status"]
 
 _PERIOD_S = 0.02
+_HEX = "[0-9a-f]" * 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Status:
 
     Args:
         pid: The process.
+        began: When it began, as `fault_plan.began` says.
         tier: The tier's name.
         plan: The plan that it has taken.
         seen: Which writing of the control file it has looked at, as `stamp_of` calls it.
@@ -42,6 +44,7 @@ class Status:
     """
 
     pid: int
+    began: str
     tier: str
     plan: str
     seen: str | None
@@ -53,7 +56,10 @@ class Status:
     @property
     def is_live(self) -> bool:
         """Whether it still follows the control file."""
-        return not self.closed and Path("/proc", str(self.pid)).exists()
+        return not self.closed and began(self.pid) == self.began
+
+
+_FIELDS = fields(Status)
 
 
 class FaultControl:
@@ -103,11 +109,10 @@ class FaultControl:
     def statuses(self) -> list[Status]:
         """What each tier said last, those of ended processes included."""
         found = []
-        for path in sorted(self.path.parent.glob(f"{self.path.name}.*.*")):
+        for path in sorted(self.path.parent.glob(f"{self.path.name}.*.{_HEX}")):
             with suppress(FileNotFoundError, ValueError):
                 written = json.loads(path.read_text(encoding="utf-8"))
-                written.pop("version", None)
-                found.append(Status(**written))
+                found.append(Status(**{field.name: written[field.name] for field in _FIELDS}))
         return found
 
     def fired(self) -> dict[str, int]:

@@ -31,7 +31,7 @@ from undercroft.testing.injectors import (
     while_between,
 )
 
-__all__ = ["FILES", "TIER", "VERSION", "Fault", "Plan", "stamp_of"]
+__all__ = ["FILES", "TIER", "VERSION", "Fault", "Plan", "began", "stamp_of"]
 
 VERSION = 1
 TIER, FILES = "tier", "files"
@@ -271,6 +271,16 @@ class Plan:
             raise ConfigError(f"the plan is of version {written['version']!r}, not {VERSION}")
         faults = tuple(Fault.from_json(fault) for fault in written["faults"])
         return cls(str(written.get("plan", "")), faults)
+
+
+def began(pid: int) -> str | None:
+    """When that process began, so that another of the same number is told apart; None: it ended."""
+    try:
+        text = Path("/proc", str(pid), "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in {"Z", "X"} else fields[19]
 
 
 def stamp_of(path: Path) -> str | None:

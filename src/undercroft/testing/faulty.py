@@ -21,7 +21,7 @@ from typing import Any
 
 from undercroft.clock import Clock
 from undercroft.errors import ConfigError
-from undercroft.testing.fault_plan import FILES, TIER, VERSION, Fault, Plan, stamp_of
+from undercroft.testing.fault_plan import FILES, TIER, VERSION, Fault, Plan, began, stamp_of
 from undercroft.testing.faults import FaultyTier
 from undercroft.testing.faulty_files import FaultyFiles
 from undercroft.testing.injectors import Effect, Faults, Injector
@@ -56,7 +56,7 @@ def make(
         takes_files: Whether it does; else faults of files are refused.
 
     Raises:
-        ConfigError: The directory of `control` is not there.
+        ConfigError: The directory of `control` is not there, or cannot be written to.
     """
     watch = Watch(Path(control).expanduser(), name, clock, path, takes_files=takes_files)
     _LOG.warning(
@@ -137,7 +137,14 @@ class Watch:
         self._written: dict[str, Any] | None = None
         self._lock = threading.RLock()
         self._stop = threading.Event()
-        self.look()
+        try:
+            self.look()
+        except OSError as exc:
+            raise ConfigError(
+                f"control of tier {tier} is {control}, and what fired cannot be written beside it: "
+                f"{exc}",
+                tier=tier,
+            ) from exc
         self._thread = threading.Thread(
             target=self._run, name=f"undercroft-{tier}-faults", daemon=True
         )
@@ -232,6 +239,7 @@ class Watch:
             status = {
                 "version": VERSION,
                 "pid": os.getpid(),
+                "began": began(os.getpid()),
                 "tier": self._tier,
                 "plan": self._plan.id,
                 "seen": self._stamp,

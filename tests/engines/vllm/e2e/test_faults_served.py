@@ -30,6 +30,7 @@ AT_REST = (
     "pinned_chunks",
     "waiting_restores",
     "moving_chunks",
+    "waiting_chunks",
     "running_transfers",
     "stuck_threads",
     "queued_write_bytes",
@@ -80,6 +81,7 @@ class Attack:
         began = time.monotonic()
         heard = replay(self.ours, self.talks, seed, clients=CLIENTS)
         wall_s = time.monotonic() - began
+        backlog = self.rest(3.0)["waiting_chunks"]  # what is measured is not the end of the replay
         first = first_tokens(self.ours, self.plain, PAIRS, seed)
         fired = {
             f.label: self.control.fired()[f.label] - before.get(f.label, 0) for f in phase.faults
@@ -88,7 +90,8 @@ class Attack:
             f"{phase.name:36} {heard.num_requests} requests in {wall_s:5.1f} s, {heard.num_wrong} "
             f"wrong, {heard.cached_tokens} tokens reused, slowest first token "
             f"{heard.slowest_first_s:.2f} s; of new prompts {1000 * first.ours_s:.1f} ms, without "
-            f"offloading {1000 * first.plain_s:.1f} ms, {first.ratio:.2f}; {fired or ''}"
+            f"offloading {1000 * first.plain_s:.1f} ms, {first.ratio:.2f}; {backlog:.0f} chunks "
+            f"waited; {fired or ''}"
         )
         return heard, first, fired
 
@@ -97,10 +100,9 @@ class Attack:
         self.ours.complete([1, 2, 3], max_tokens=2)
         return self.ours.metrics()
 
-    def at_rest(self) -> dict[str, float]:
-        """All faults end; what is still under way 20 s later: all 0."""
-        self.control.clear()
-        ends = time.monotonic() + 20
+    def rest(self, patience_s: float) -> dict[str, float]:
+        """What is still under way after so long, or all 0."""
+        ends = time.monotonic() + patience_s
         while True:
             metrics = self.step()
             left = {name: total(metrics, f"undercroft_{name}") for name in AT_REST}
@@ -141,7 +143,8 @@ def test_every_request_succeeds_and_is_right(
                 metrics = attack.step()
                 stuck = total(metrics, "stuck_threads")
                 assert total(metrics, "pinned_chunks") <= stuck <= 16
-            left = attack.at_rest()
+            attack.control.clear()
+            left = attack.rest(20.0)
             assert not any(left.values()), f"{phase.name}: {left}"
         attack.ours.reset(connector=True)
         metrics = attack.step()

@@ -87,7 +87,7 @@ class FirstTokens:
     ours_s: float
     plain_s: float
     ratio: float
-    """Of the medians."""
+    """The median of the pairs'."""
 
 
 def first_tokens(ours: Server, plain: Server, count: int, seed: int) -> FirstTokens:
@@ -98,4 +98,5 @@ def first_tokens(ours: Server, plain: Server, count: int, seed: int) -> FirstTok
         for server in (ours, plain) if number % 2 else (plain, ours):
             taken[server].append(server.complete(asked, max_tokens=1)["first_s"])
     ours_s, plain_s = (statistics.median(taken[server]) for server in (ours, plain))
-    return FirstTokens(ours_s, plain_s, ours_s / plain_s)
+    pairs = zip(taken[ours], taken[plain], strict=True)
+    return FirstTokens(ours_s, plain_s, statistics.median(one / other for one, other in pairs))
