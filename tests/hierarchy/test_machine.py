@@ -243,7 +243,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         self._release_all()
         self.let_movers_run()
         for below in self.below:
-            below.faulty._released = False
+            below.faulty.faults.released = False
 
     def end_faults(self) -> None:
         for below in self.below:

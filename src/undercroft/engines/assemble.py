@@ -26,6 +26,7 @@ from undercroft.hierarchy.transfers import Transfers
 from undercroft.keys import ChunkKey, Namespace
 from undercroft.plugins import find
 from undercroft.settings import Settings, TierSettings, with_capacity
+from undercroft.settings.schema import FAULTY
 from undercroft.tiers.base import Tier
 from undercroft.tiers.disk.history import HistoryFile, history_bytes
 from undercroft.tiers.disk.names import ROOT_NAME
@@ -90,6 +91,8 @@ def check_plugins(settings: Settings) -> None:
     _admission(settings.admission, settings.admission_options, "host memory")
     for tier in settings.tiers:
         _installed("tiers", tier.type, f"type of tier {tier.name}")
+        if tier.faults is not None:
+            _installed("tiers", FAULTY, f"type round tier {tier.name}")
         _installed("policies", tier.policy, f"policy of tier {tier.name}")
         _installed("admission", tier.admission, f"admission of tier {tier.name}")
         _admission(tier.admission, tier.admission_options, f"tier {tier.name}")
@@ -349,8 +352,25 @@ def make_tier(
         "num_replicas": num_replicas,
     }
     what = f"tier {settings.name} (type {settings.type})"
-    tier: Tier = _made(find("tiers", settings.type), what, options, offered)
-    return tier
+    make = find("tiers", settings.type)
+
+    def build(files: object = None) -> Tier:
+        tier: Tier = _made(
+            make, what, options, offered if files is None else offered | {"files": files}
+        )
+        return tier
+
+    if settings.faults is None:
+        return build()
+    faulty: Tier = find("tiers", FAULTY)(
+        build,
+        control=settings.faults,
+        name=settings.name,
+        clock=clock,
+        path=options.get("path"),
+        takes_files="files" in signature(make).parameters,
+    )
+    return faulty
 
 
 def _open_tier(

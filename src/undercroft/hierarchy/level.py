@@ -16,6 +16,7 @@ from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
 from undercroft.hierarchy.follow import Follower
 from undercroft.hierarchy.outcome import Done, Op
+from undercroft.hierarchy.relief import Relief
 from undercroft.hierarchy.spending import Spending
 from undercroft.hierarchy.transfers import Transfers
 from undercroft.hierarchy.voiding import Voider
@@ -112,6 +113,7 @@ class Level:
             max(1, min(32, self._capacity_chunks(n) // 64)) if self._bounded else 0
             for n in self._slot_bytes
         ]
+        self._relief = Relief([1 + ahead for ahead in self._ahead], clock)
         self._writing: dict[ChunkKey, tuple[int, int]] = {}
         self._late_writes: dict[int, tuple[ChunkKey, int]] = {}
         self._generation = 0
@@ -236,13 +238,16 @@ class Level:
         self._counters.declined_chunks[self.name, reason] += 1
         self._counters.note(self.name, "declined", reason, key)
 
-    def make_room(self, size_class: int, num_chunks: int) -> None:
-        """Delete the coldest chunks, so that `num_chunks` and a little more fit."""
+    def make_room(
+        self, size_class: int, num_chunks: int, *, at_most: int = _MAX_EVICTIONS_PER_CALL
+    ) -> int:
+        """Delete the coldest chunks, so that `num_chunks` and a little more fit; how many went."""
         missing = num_chunks + self._ahead[size_class] - self.free_for_writes(size_class)
         if missing <= 0:
-            return
+            return 0
         policy = self._policies[size_class]
-        for key in list(islice(policy.victims(), min(missing, _MAX_EVICTIONS_PER_CALL))):
+        victims = list(islice(policy.victims(), min(missing, at_most, _MAX_EVICTIONS_PER_CALL)))
+        for key in victims:
             policy.on_evict(key)
             self.transfers.delete(key)
             self._num_deleting[size_class] += 1
@@ -250,6 +255,13 @@ class Level:
             self._counters.evicted_chunks[self.name] += 1
             self._counters.note(self.name, "evicted", "capacity", key)
             self._events.add(self.name, key, removed=True)
+        return len(victims)
+
+    def _relieve(self, size_class: int) -> None:
+        """The tier said that it is full, whatever it said before."""
+        self._free[size_class] = 0
+        num_evicted = self.make_room(size_class, 1, at_most=self._relief.left(size_class))
+        self._relief.spend(size_class, num_evicted)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """`keys`, a prefix from the root on, were used."""
@@ -277,9 +289,8 @@ class Level:
             self._counters.dropped_chunks[self.name, drop_reason(error)] += 1
             self._counters.note(self.name, "dropped", drop_reason(error), key)
             self._tell(done.op, error)
-            if isinstance(error, TierFull) and not self._is_closed:
-                self._free[size_class] = 0  # whatever it said before
-                self.make_room(size_class, 1)
+            if isinstance(error, TierFull) and done.op is Op.WRITE and not self._is_closed:
+                self._relieve(size_class)
 
     def _note_state(self, error: KvError | None) -> None:
         is_up = self.transfers.breaker.state is BreakerState.CLOSED
@@ -319,6 +330,7 @@ class Level:
         if not done.outcome.num_bytes:
             self._decline("before_reset", key)
             return
+        self._relief.helped(size_class)
         policy = self._policies[size_class]
         if key not in policy:
             policy.on_insert(key)

@@ -15,11 +15,13 @@ from undercroft.settings.sizes import SIZE_FORMS, parse_size
 __all__ = [
     "DEFAULT_CAPACITY",
     "ENGINE_KEYS",
+    "FAULTY",
     "KEYS",
     "TIER_KEYS",
     "TIER_OPTIONS",
     "Key",
     "Kind",
+    "an_object",
     "anything",
     "capacity",
     "chosen",
@@ -148,6 +150,13 @@ def objects(value: object, where: str) -> list[dict[str, Any]]:
     return [dict(item) for item in value]
 
 
+def an_object(value: object, where: str) -> dict[str, Any]:
+    """One object; copied one level deep."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} is {value!r}, but must be an object")
+    return dict(value)
+
+
 def anything(value: object, _where: str) -> object:
     """Whatever was written."""
     return value
@@ -230,6 +239,9 @@ TIER_KEYS: Mapping[str, Key] = _table(
 )
 """What may be written in an entry of `tiers`, whatever its type."""
 
+FAULTY = "faulty"
+"""The type that stands round a tier to make it go wrong; it has none of `TIER_KEYS` but `type`."""
+
 TIER_OPTIONS: Mapping[str, Mapping[str, Key]] = {
     "memory": {},
     "disk": _table(
@@ -255,6 +267,10 @@ TIER_OPTIONS: Mapping[str, Mapping[str, Key]] = {
         Key(
             "direct", flag, "where possible", "Bypass the page cache where the file system lets us."
         ),
+    ),
+    FAULTY: _table(
+        Key("control", text, "required", "File that says what goes wrong on purpose."),
+        Key("inner", an_object, "required", "The tier that goes wrong, written as by itself."),
     ),
 }
 """What else may be written, by type. A type that is not here takes its options unchecked."""
