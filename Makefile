@@ -37,17 +37,15 @@ test: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/prometheus ## a
 test-slow: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## the tests that `make test` leaves out: every model shape and set-up, some minutes
 	@$(PY) -m pytest -m slow $(ARGS)
 
-<<<<<<< HEAD
 .PHONY: fuzz
 fuzz: $(STAMPS)/dev $(STAMPS)/package $(STAMPS)/fuzz ## every parser of what lies on disk, SECONDS=600 each, by coverage; ARGS="store epoch" picks
 	@$(PY) -m tests.fuzz.run $(SECONDS) $(ARGS)
-=======
+
 MINUTES ?= 30
 
 .PHONY: soak
 soak: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## real engines under faults, aborts, resets and kill -9 for MINUTES=30: no wrong token, nothing grows
 	@$(PY) -m tests.soak --minutes $(MINUTES) $(ARGS)
->>>>>>> main
 
 .PHONY: models
 models: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## run every model shape, and write docs/reference/models.md from what comes of it
