@@ -27,7 +27,7 @@ from undercroft.keys import ChunkKey, Namespace
 from undercroft.plugins import find
 from undercroft.settings import Settings, TierSettings, with_capacity
 from undercroft.settings.schema import FAULTY
-from undercroft.tiers.base import Tier
+from undercroft.tiers.base import SharedMemory, Tier
 from undercroft.tiers.disk.history import HistoryFile, history_bytes
 from undercroft.tiers.disk.names import ROOT_NAME
 
@@ -115,6 +115,7 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
     num_replicas: int,
     with_events: bool,
     take_failed_stores: Callable[[], frozenset[int] | None],
+    memory: SharedMemory | None = None,
 ) -> Hierarchy:
     """Level 0 over `buffer` and the tiers of `settings` below it.
 
@@ -127,7 +128,11 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
     events = LevelEvents(enabled=with_events)
     with ExitStack() as opened:
         levels = _open_levels(
-            settings, geometry, (clock, counters, events), namespace, num_replicas, opened
+            settings,
+            geometry,
+            (clock, counters, events),
+            (namespace, num_replicas, memory),
+            opened,
         )
         hierarchy = _hierarchy(
             settings,
@@ -152,18 +157,17 @@ def _open_levels(
     settings: Settings,
     geometry: Geometry,
     shared: tuple[Clock, Counters, LevelEvents],
-    namespace: Namespace,
-    num_replicas: int,
+    whose: tuple[Namespace, int, SharedMemory | None],
     opened: ExitStack,
 ) -> list[Level]:
     """The levels below 0; `opened` closes what was opened, also if a later one is refused."""
     clock, levels = shared[0], list[Level]()
     for tier_settings in settings.tiers:
-        tier = _open_tier(tier_settings, namespace, clock, num_replicas)
+        tier = _open_tier(tier_settings, clock, *whose)
         if tier is None:
             continue
         try:
-            level = _level(tier, tier_settings, settings, geometry, num_replicas, shared)
+            level = _level(tier, tier_settings, settings, geometry, whose[1], shared)
         except BaseException:
             with suppress(TierError):
                 tier.close()
@@ -322,7 +326,12 @@ def held_bytes(settings: TierSettings) -> int:
 
 
 def make_tier(
-    settings: TierSettings, *, namespace: Namespace, clock: Clock, num_replicas: int
+    settings: TierSettings,
+    *,
+    namespace: Namespace,
+    clock: Clock,
+    num_replicas: int,
+    memory: SharedMemory | None = None,
 ) -> Tier:
     """One tier, open.
 
@@ -331,6 +340,7 @@ def make_tier(
         namespace: Whose chunks.
         clock: Time.
         num_replicas: Processes of this namespace that share what the tier names.
+        memory: Where level 0 lies, if in a file.
 
     Raises:
         ConfigError: The settings can never work.
@@ -350,6 +360,7 @@ def make_tier(
         "capacity_bytes": settings.capacity_bytes,
         "clock": clock,
         "num_replicas": num_replicas,
+        "memory": memory,
     }
     what = f"tier {settings.name} (type {settings.type})"
     make = find("tiers", settings.type)
@@ -375,16 +386,23 @@ def make_tier(
 
 def _open_tier(
     settings: TierSettings,
-    namespace: Namespace,
     clock: Clock,
+    namespace: Namespace,
     num_replicas: int,
+    memory: SharedMemory | None,
 ) -> Tier | None:
     own_bytes = held_bytes(settings) if settings.capacity_bytes is None else 0
     resolved, note = with_capacity(settings, own_bytes=own_bytes)
     if note:
         _LOG.warning("%s", note)
     try:
-        return make_tier(resolved, namespace=namespace, clock=clock, num_replicas=num_replicas)
+        return make_tier(
+            resolved,
+            namespace=namespace,
+            clock=clock,
+            num_replicas=num_replicas,
+            memory=memory,
+        )
     except TierError as error:
         _LOG.error("tier %s is left out: %s", settings.name, error)
         return None

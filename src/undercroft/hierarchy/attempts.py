@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from undercroft.clock import Clock
 from undercroft.errors import Bug, KvError, TierUnavailable
 from undercroft.hierarchy.moves import Move
 from undercroft.hierarchy.outcome import Op
-from undercroft.tiers.base import Epochal, Tier
+from undercroft.tiers.base import Batched, Epochal, Tier
 
 __all__ = ["Attempts"]
 
@@ -36,6 +36,7 @@ class Attempts:
     ) -> None:
         self._tier = tier
         self._epochal = tier if isinstance(tier, Epochal) else None
+        self._batched = tier if isinstance(tier, Batched) else None
         self._clock = clock
         self._retries = retries
         self._pause_s = pause_s
@@ -44,12 +45,32 @@ class Attempts:
         self.num_bugs = 0
         self.num_retries = 0
 
-    def perform(self, move: Move) -> tuple[KvError | None, bool]:
-        """Blocks. The error, if any, and whether the chunk's bytes were moved.
+    @property
+    def batch_bytes(self) -> int:
+        """How much of one kind the tier takes in a call; 0: one move."""
+        return 0 if self._batched is None else self._batched.batch_bytes
 
-        They are not if a read finds no chunk, and if the epoch of a write is over.
+    def perform(self, moves: Sequence[Move]) -> list[tuple[KvError | None, bool]]:
+        """Blocks. Of each, in turn: the error, if any, and whether the chunk's bytes were moved.
+
+        They are not if a read finds no chunk, and if the epoch of a write is over. Nothing is tried
+        again: see `may_go_on` and `go_on`.
         """
-        error, moved = self._try_once(move)
+        if len(moves) == 1 or self._batched is None or moves[0].buffer is None:
+            return [self._try_once(move) for move in moves]
+        return self._try_many(self._batched, moves)
+
+    def may_go_on(self, error: KvError | None, move: Move) -> bool:
+        """Whether what failed with `error` is worth another try."""
+        return (
+            error is not None
+            and self._retries > 0
+            and self._worth_another(error, move.deadline_s - self._pause_s)
+        )
+
+    def go_on(self, error: KvError | None, move: Move) -> tuple[KvError | None, bool]:
+        """Blocks. Try a move again that failed with `error`, while that makes sense."""
+        moved = False
         pause_s = self._pause_s
         for _ in range(self._retries):
             if error is None or not self._worth_another(error, move.deadline_s - pause_s):
@@ -75,11 +96,30 @@ class Attempts:
             return None, self._call(move)
         except KvError as exc:
             return _bare(exc), False
-        except Bug as exc:
-            self._note_bug()
-            return _bare(self.translated(exc, move)), False
         except Exception as exc:  # noqa: BLE001 - a stranger's tier may raise anything
-            return _bare(self.translated(exc, move)), False
+            return self._end_of(exc, move)
+
+    def _try_many(
+        self, batched: Batched, moves: Sequence[Move]
+    ) -> list[tuple[KvError | None, bool]]:
+        given = [(move.key, move.buffer, move.epoch) for move in moves if move.buffer is not None]
+        try:
+            if moves[0].op is Op.READ:
+                ends = batched.read_many([(key, buffer) for key, buffer, _ in given])
+            else:
+                ends = batched.write_many(given)
+        except Exception as exc:  # noqa: BLE001 - as above
+            ends = [exc] * len(moves)
+        if len(ends) != len(moves):
+            ends = [Bug(f"{len(ends)} ends of {len(moves)} chunks")] * len(moves)
+        return [self._end_of(end, move) for end, move in zip(ends, moves, strict=True)]
+
+    def _end_of(self, end: object, move: Move) -> tuple[KvError | None, bool]:
+        if not isinstance(end, Exception):
+            return None, bool(end)
+        if isinstance(end, Bug):
+            self._note_bug(end)
+        return _bare(end if isinstance(end, KvError) else self.translated(end, move)), False
 
     def _call(self, move: Move) -> bool:
         tier, key, buffer = self._tier, move.key, move.buffer
@@ -104,12 +144,13 @@ class Attempts:
         error.__cause__ = exc
         return error
 
-    def _note_bug(self) -> None:
+    def _note_bug(self, bug: Bug) -> None:
         with self._lock:
             self.num_bugs += 1
             first = self.num_bugs == 1
         if first:
-            text = traceback.format_exc()  # not the exception: a kept log record would keep buffers
+            # Not the exception: a kept log record would keep buffers.
+            text = "".join(traceback.format_exception(bug))
             _LOG.error("a bug in tier %r; further ones are only counted\n%s", self._tier.name, text)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
@@ -22,9 +22,10 @@ from undercroft.errors import (
     TierFull,
 )
 from undercroft.hierarchy.attempts import Attempts
+from undercroft.hierarchy.bounds import TransferLimits
 from undercroft.hierarchy.breaker import Breaker
 from undercroft.hierarchy.crew import Crew
-from undercroft.hierarchy.moves import Move, MoveQueue, MoveState
+from undercroft.hierarchy.moves import Move, MoveQueue, MoveState, Work
 from undercroft.hierarchy.outcome import Done, Op, Outcome, StandingErrors
 from undercroft.keys import ChunkKey
 from undercroft.tiers.base import Tier
@@ -40,29 +41,6 @@ _ANSWERS = (CorruptChunk, FormatTooNew, TierFull)
 _SPEED_WEIGHT = 0.1
 _STALE_DEADLINES = 1024
 _LEAST_PATIENCE_S, _MOST_PATIENCE_S = 2.0, 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class TransferLimits:
-    """Bounds that seldom need a change.
-
-    Args:
-        num_extra_threads: Replacements for threads that hang; None: as many as `num_threads`.
-        retry_pause_s: Wait before the first retry; doubled before each further one.
-        delete_timeout_s: Deadline of a delete, from submission.
-        max_in_a_row: Reads that may pass waiting writes and deletes in a row.
-        failures_to_open: Consecutive failures that open the breaker.
-        first_pause_s: How long the breaker stays open the first time.
-        max_pause_s: The longest it stays open.
-    """
-
-    num_extra_threads: int | None = None
-    retry_pause_s: float = 0.05
-    delete_timeout_s: float = 10.0
-    max_in_a_row: int = 16
-    failures_to_open: int = 5
-    first_pause_s: float = 1.0
-    max_pause_s: float = 60.0
 
 
 class Transfers:
@@ -119,6 +97,13 @@ class Transfers:
         )
         self._queue = MoveQueue(max_in_a_row=limits.max_in_a_row)
         self._lock = threading.Lock()
+        self._attempts = Attempts(
+            tier,
+            clock=clock,
+            retries=retries,
+            pause_s=limits.retry_pause_s,
+            give_up=lambda: self._crew.closed,
+        )
         self._crew = Crew(
             self._queue,
             self._lock,
@@ -126,13 +111,7 @@ class Transfers:
             name=f"undercroft-{tier.name}",
             num_threads=num_threads,
             num_most=num_threads + (num_threads if extra is None else extra),
-        )
-        self._attempts = Attempts(
-            tier,
-            clock=clock,
-            retries=retries,
-            pause_s=limits.retry_pause_s,
-            give_up=lambda: self._crew.closed,
+            batch_bytes=self._attempts.batch_bytes,
         )
         self._moves: dict[int, Move] = {}
         self._deadlines: list[tuple[float, int]] = []
@@ -260,7 +239,8 @@ class Transfers:
 
     def _abandon(self, move: Move, now_s: float) -> None:
         move.state = _ABANDONED
-        self._crew.on_stuck(move)
+        if move.work is not None:
+            self._crew.on_stuck(move.work)
         self._breaker.on_failure(move.permit, now_s)
 
     # --- state --------------------------------------------------------------------------------
@@ -323,7 +303,7 @@ class Transfers:
 
     @property
     def num_stuck(self) -> int:
-        """Moves past their deadline that a thread is still in."""
+        """Threads that are still in a move past its deadline."""
         return self._crew.num_stuck
 
     @property
@@ -435,9 +415,17 @@ class Transfers:
 
     # --- on the mover threads -----------------------------------------------------------------
 
-    def begin(self, move: Move) -> bool:
+    def begin(self, moves: list[Move]) -> Work | None:
         """See `Runner.begin`."""
         now_s = self._clock.now_s()
+        work = Work(moves[0].op, [move for move in moves if self._begin(move, now_s)], now_s)
+        for move in work.moves:
+            move.work = work
+        if len(work.moves) < len(moves):
+            self._crew.tell()
+        return work if work.moves else None
+
+    def _begin(self, move: Move, now_s: float) -> bool:
         error: KvError | None = None
         if now_s >= move.deadline_s:
             error = self._errors.not_started
@@ -445,7 +433,6 @@ class Transfers:
             permit = self._breaker.admit(now_s)
             if permit is not None:
                 move.state = _RUNNING
-                move.started_s = now_s
                 move.permit = permit
                 self._num_running += 1
                 self._hope_for(move, now_s)
@@ -454,42 +441,64 @@ class Transfers:
         self._queue.leave(move)
         del self._moves[move.ticket]
         self._report(move, error, now_s)
-        self._crew.tell()
         return False
 
-    def serve(self, move: Move) -> None:
+    def serve(self, work: Work) -> None:
         """See `Runner.serve`."""
+        left = list(work.moves)
         try:
-            error, moved = self._attempts.perform(move)
-        except BaseException as exc:  # the thread dies of it, and says so; the ticket still ends
-            error = self._attempts.translated(exc, move)
-            error.__cause__ = None
-            self._finish(move, error, moved=False)
+            ends = list(zip(left, self._attempts.perform(left), strict=True))
+            again = [(move, end) for move, end in ends if self._attempts.may_go_on(end[0], move)]
+            left = [move for move, _ in again]
+            self._finish(work, [(m, end) for m, end in ends if m not in left], is_last=not left)
+            for move, (error, _) in again:
+                end = self._attempts.go_on(error, move)
+                left.remove(move)
+                self._finish(work, [(move, end)], is_last=not left)
+        except BaseException as exc:  # the thread dies of it, and says so; the tickets still end
+            errors = [self._attempts.translated(exc, move) for move in left]
+            for error in errors:
+                error.__cause__ = None
+            failed = zip(left, ((error, False) for error in errors), strict=True)
+            self._finish(work, list(failed), is_last=True)
             raise
-        self._finish(move, error, moved=moved)
 
-    def _finish(self, move: Move, error: KvError | None, *, moved: bool) -> None:
+    def _finish(
+        self,
+        work: Work,
+        ends: Sequence[tuple[Move, tuple[KvError | None, bool]]],
+        *,
+        is_last: bool,
+    ) -> None:
+        """These moves of `work` are over; `is_last`: and with them all of it."""
         now_s = self._clock.now_s()
+        num_moved = sum(move.num_bytes for move, (error, moved) in ends if moved and error is None)
         with self._lock:
-            self._num_running -= 1
-            self._queue.leave(move)
-            self._crew.on_end(move)
-            if move.state is _ABANDONED:
-                self.num_late += 1
-                if move.buffer is not None:
-                    self._released.append(move.ticket)
-                move.buffer = None
-                return
-            del self._moves[move.ticket]
-            if error is None:
-                self._breaker.on_success(move.permit)
-                if move.num_bytes and moved:
-                    self._see_speed(move.op, (now_s - move.started_s) / move.num_bytes)
-            elif isinstance(error, _ANSWERS):
-                self._breaker.on_answer(move.permit)
-            else:
-                self._breaker.on_failure(move.permit, now_s)
-            self._report(move, error, now_s, moved=moved)
+            for move, (error, moved) in ends:
+                self._num_running -= 1
+                self._queue.leave(move)
+                self._end(move, error, now_s, moved=moved)
+            if num_moved:
+                self._see_speed(work.op, (now_s - work.started_s) / num_moved)
+            if is_last:
+                self._crew.on_end(work)
+
+    def _end(self, move: Move, error: KvError | None, now_s: float, *, moved: bool) -> None:
+        move.work = None
+        if move.state is _ABANDONED:
+            self.num_late += 1
+            if move.buffer is not None:
+                self._released.append(move.ticket)
+            move.buffer = None
+            return
+        del self._moves[move.ticket]
+        if error is None:
+            self._breaker.on_success(move.permit)
+        elif isinstance(error, _ANSWERS):
+            self._breaker.on_answer(move.permit)
+        else:
+            self._breaker.on_failure(move.permit, now_s)
+        self._report(move, error, now_s, moved=moved)
 
     def _see_speed(self, op: Op, s_per_byte: float) -> None:
         before = self._s_per_byte.get(op, s_per_byte)

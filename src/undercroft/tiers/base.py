@@ -7,7 +7,7 @@ the hierarchy. A tier only moves bytes, and is right or says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ from undercroft.keys import ChunkKey
 
 __all__ = [
     "Allowance",
+    "Batched",
     "Bounded",
     "Budgeted",
     "Described",
@@ -22,6 +23,7 @@ __all__ = [
     "Following",
     "Indexed",
     "Owing",
+    "SharedMemory",
     "Tier",
 ]
 
@@ -31,7 +33,7 @@ class Tier(Protocol):
     """Where chunks of one namespace live below level 0.
 
     Made once per engine, with what its constructor names of `name`, `namespace`, `capacity_bytes`,
-    `clock`, `num_replicas`, and with the user's options.
+    `clock`, `num_replicas`, `memory` (`SharedMemory` or None), and with the user's options.
 
     Buffers are contiguous uint8 views. Their length is the chunk's length; the hierarchy passes
     whole slots (4 KiB-aligned address, length a multiple of 4 KiB), others may pass anything.
@@ -75,6 +77,29 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Give everything back; twice is fine. Verbs then raise `TierClosed`."""
+        ...
+
+
+@runtime_checkable
+class Batched(Protocol):
+    """A tier that moves several chunks in one call for less than as many calls cost.
+
+    Each chunk has an end of its own, in the order asked for: what `read_into`, or `write_from`
+    and `write_in_epoch`, would have returned or raised; exceptions are *returned*. The chunks of
+    a call have different keys. Threads: as the single verbs.
+    """
+
+    batch_bytes: int
+    """How many bytes a call is worth at most; 0: one chunk a call, whatever its size."""
+
+    def read_many(self, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> list[bool | Exception]:
+        """As `Tier.read_into` for each."""
+        ...
+
+    def write_many(
+        self, given: Sequence[tuple[ChunkKey, memoryview, int | None]]
+    ) -> list[bool | Exception]:
+        """As `Epochal.write_in_epoch` for each; None: whatever the epoch is."""
         ...
 
 
@@ -185,6 +210,21 @@ class Following(Protocol):
         Scheduler thread; no I/O; cheap when there are none; a thousand or so a call.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """The file that level 0 lies in, for a tier whose bytes another process of its own moves.
+
+    Args:
+        fd: Of the file; valid while the tier is being made.
+        offset: Where in it `buffer` begins, in bytes.
+        buffer: All of level 0, as it is mapped here.
+    """
+
+    fd: int
+    offset: int
+    buffer: memoryview
 
 
 @dataclass(frozen=True, slots=True)

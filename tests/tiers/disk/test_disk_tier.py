@@ -366,9 +366,10 @@ def test_no_slot_is_reused_under_its_reader(tmp_path: Path) -> None:
     with pytest.raises(TierFull):
         put(tier, 100)
     out = bytearray(4096)
-    assert tier._read(segment, slot, epoch, key(0), memoryview(out))
+    read = _Read(key(0), segment, slot, epoch, memoryview(out))
+    assert tier._chunks._moved([read], Verb.READ) == [None]
     assert bytes(out) == content(key(0))
-    tier._leave(segment, slot)
+    tier._chunks._leave(segment, slot)
     assert tier.free_chunks(4096) == 1
     put(tier, 100)
     assert right(tier, 100)

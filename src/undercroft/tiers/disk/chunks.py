@@ -1,0 +1,416 @@
+"""Chunks of a disk tier, in and out: slots found and kept, bytes moved, ends booked.
+
+Each call has three parts. What is to be done is settled in memory. The bytes are moved by the mover
+process if there is one and they lie in level 0, else here. Then each chunk's end is booked: the
+table, the index's entry, what other processes have to be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from undercroft.clock import Clock
+from undercroft.errors import (
+    Bug,
+    ConfigError,
+    CorruptChunk,
+    FormatTooNew,
+    KvError,
+    TierFull,
+    TierUnavailable,
+)
+from undercroft.keys import MAX_KEY_BYTES
+from undercroft.tiers.disk import wire
+from undercroft.tiers.disk.files import translate
+from undercroft.tiers.disk.foreign import ForeignSegment
+from undercroft.tiers.disk.ground import Ground
+from undercroft.tiers.disk.holdings import Reservation
+from undercroft.tiers.disk.keeper import Keeper
+from undercroft.tiers.disk.mover import MoverGone, MoverProcess
+from undercroft.tiers.disk.records import record_bytes
+from undercroft.tiers.disk.segment import OpenSegment, OwnSegment
+from undercroft.tiers.disk.table import pack_entry
+from undercroft.tiers.disk.upkeep import Upkeep
+from undercroft.tiers.disk.wire import End, Order, Status, Verb
+
+__all__ = ["Chunks"]
+
+_FULL_AGE_S = 0.1
+_MAX_SUSPECTS = 1024
+_MAX_GROWTHS = 8
+
+
+class _Stale(Exception):
+    """The entry of a foreign slot is of another chunk by now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A chunk to read, its slot pinned."""
+
+    key: bytes
+    segment: OpenSegment
+    slot: int
+    epoch: int
+    buffer: memoryview
+
+    def order(self, place: int) -> Order:
+        return Order(
+            segment=self.segment.number,
+            slot=self.slot,
+            place=place,
+            num_bytes=len(self.buffer),
+            epoch=self.epoch,
+            sequence=0,
+            checks_entry=isinstance(self.segment, ForeignSegment),
+            key=self.key,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """A chunk to write, its slot reserved."""
+
+    key: bytes
+    taken: Reservation
+    buffer: memoryview
+
+    @property
+    def segment(self) -> OwnSegment:
+        return self.taken.segment
+
+    def order(self, place: int) -> Order:
+        taken = self.taken
+        return Order(
+            segment=taken.segment.number,
+            slot=taken.slot,
+            place=place,
+            num_bytes=len(self.buffer),
+            epoch=taken.epoch,
+            sequence=taken.sequence,
+            checks_entry=taken.segment.expect(taken.slot, taken.sequence),
+            key=self.key,
+        )
+
+
+class Chunks:
+    """Reads, writes and forgets chunks. Threads: any.
+
+    Args:
+        name: The tier's.
+        keeper: Of its files.
+        upkeep: To be asked before, and told of what fails.
+        clock: Time.
+        mover: The process that moves bytes, if there is one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        keeper: Keeper,
+        upkeep: Upkeep,
+        clock: Clock,
+        mover: MoverProcess | None = None,
+    ) -> None:
+        ground: Ground = keeper.ground
+        self._name = name
+        self._keeper = keeper
+        self._upkeep = upkeep
+        self._clock = clock
+        self._mover = mover
+        self._files = ground.files
+        self._records = ground.records
+        self._holdings = ground.holdings
+        self._log = ground.log
+        self.counts = {"corrupt_dropped": 0, "stale_reads": 0}
+        self._suspects: set[bytes] = set()
+        self._full: dict[int, tuple[float, int]] = {}
+
+    # Reading
+
+    def read(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[bool | Exception]:
+        """See `Batched.read_many`."""
+        ends: list[bool | Exception] = [False] * len(wanted)
+        if not self._upkeep.tend():
+            return ends
+        reads: dict[int, _Read] = {}
+        for index, (key, out) in enumerate(wanted):
+            found = self._holdings.pin(key)
+            if found is not None:
+                reads[index] = _Read(key, *found, flat(out))
+        errors = self._moved(list(reads.values()), Verb.READ)
+        for (index, read), error in zip(reads.items(), errors, strict=True):
+            try:
+                ends[index] = self._end_of_read(read, error)
+            except Exception as exc:  # noqa: BLE001 - each chunk has an end of its own
+                ends[index] = exc
+            finally:
+                self._leave(read.segment, read.slot)
+        return ends
+
+    def _read_here(self, read: _Read) -> None:
+        segment, slot, key, out = read.segment, read.slot, read.key, read.buffer
+        if isinstance(segment, ForeignSegment) and not segment.disk_holds(self._files, slot, key):
+            raise _Stale
+        segment.check_length(record_bytes(len(out)))
+        self._records.read(segment.slab_fd, segment.slab_offset(slot), key, read.epoch, out)
+
+    def _end_of_read(self, read: _Read, error: Exception | None) -> bool:
+        segment, slot, key = read.segment, read.slot, read.key
+        if error is None:
+            self._suspects.discard(key)
+            return True
+        if isinstance(error, _Stale):
+            self.counts["stale_reads"] += 1
+            self._forget(segment, slot, key)
+            return False
+        if isinstance(error, CorruptChunk | FormatTooNew):
+            self._drop_bad(segment, slot, key)
+            error.tier, error.key = self._name, key
+        elif isinstance(error, OSError):
+            self._suspect(segment, slot, key)
+            raise self._translate(error, "read a chunk", key) from error
+        raise error
+
+    def _drop_bad(self, segment: OpenSegment, slot: int, key: bytes) -> None:
+        own = isinstance(segment, OwnSegment)
+        self.counts["corrupt_dropped" if own else "stale_reads"] += 1
+        try:
+            self._forget(segment, slot, key)
+        except OSError as exc:
+            self._log.warning(
+                "disk tier %r cannot free the entry of a bad chunk: %s", self._name, exc
+            )
+
+    def _suspect(self, segment: OpenSegment, slot: int, key: bytes) -> None:
+        """A chunk that fails to read twice in a row is given up, so that it can be rewritten."""
+        self._upkeep.distrust()
+        if key in self._suspects:
+            self._suspects.discard(key)
+            self._drop_bad(segment, slot, key)
+        elif len(self._suspects) < _MAX_SUSPECTS:
+            self._suspects.add(key)
+
+    # Moving bytes
+
+    def _moved(self, items: Sequence[_Read | _Write], verb: int) -> list[Exception | None]:
+        """Move the bytes of all; of each, what went wrong."""
+        errors: list[Exception | None] = []
+        for start in range(0, len(items), wire.MAX_ORDERS):
+            some = items[start : start + wire.MAX_ORDERS]
+            errors += self._moved_there(some, verb) or [self._moved_here(each) for each in some]
+        return errors
+
+    def _moved_here(self, item: _Read | _Write) -> Exception | None:
+        try:
+            if isinstance(item, _Read):
+                self._read_here(item)
+            else:
+                self._write_here(item)
+        except Exception as exc:  # noqa: BLE001 - each chunk has an end of its own
+            return exc
+        return None
+
+    def _moved_there(
+        self, items: Sequence[_Read | _Write], verb: int
+    ) -> list[Exception | None] | None:
+        """As `_moved`, by the mover process; None if there is none, or some bytes are elsewhere."""
+        mover = self._mover
+        if mover is None:
+            return None
+        places = [mover.place_of(item.buffer) for item in items]
+        if min(places) < 0 or any(not self._fits(item) for item in items):
+            return None
+        orders = [item.order(place) for item, place in zip(items, places, strict=True)]
+        segments = [item.segment for item in items]
+        errors: list[Exception | None]
+        try:
+            ends = mover.move(verb, orders, segments, direct=self._records.direct)
+        except MoverGone as exc:
+            errors = [TierUnavailable(f"{exc}; it is tried again", tier=self._name) for _ in items]
+        else:
+            if ends is None:
+                return None
+            self._files.count_written(sum(end.written_bytes for end in ends))
+            errors = [_error_of(end) for end in ends]
+        for item in items:
+            if isinstance(item, _Write):
+                item.segment.note_change(item.taken.slot)
+        return errors
+
+    def _fits(self, item: _Read | _Write) -> bool:
+        return record_bytes(len(item.buffer)) == item.segment.header.record_bytes
+
+    # Writing
+
+    def write(
+        self, given: Sequence[tuple[bytes, memoryview, int | None]]
+    ) -> list[bool | Exception]:
+        """See `Batched.write_many`."""
+        ends: list[bool | Exception] = []
+        writes: dict[int, _Write] = {}
+        for index, (key, data, epoch) in enumerate(given):
+            try:
+                planned = self._plan_write(key, flat(data), epoch)
+            except Exception as exc:  # noqa: BLE001 - each chunk has an end of its own
+                ends.append(exc)
+                continue
+            if isinstance(planned, _Write):
+                writes[index] = planned
+            ends.append(planned if isinstance(planned, bool) else True)
+        errors = self._moved(list(writes.values()), Verb.WRITE)
+        for (index, write), error in zip(writes.items(), errors, strict=True):
+            try:
+                self._end_write(write, error)
+            except Exception as exc:  # noqa: BLE001 - the same
+                ends[index] = exc
+        return ends
+
+    def _plan_write(self, key: bytes, data: memoryview, epoch: int | None) -> _Write | bool:
+        """A slot for the chunk; True if it is there already, False if its epoch is over."""
+        if not 1 <= len(key) <= MAX_KEY_BYTES:
+            raise ConfigError(
+                f"a key of {len(key)} bytes: 1 to {MAX_KEY_BYTES} fit the stored format",
+                tier=self._name,
+            )
+        if not self._upkeep.tend(writing=True):
+            raise TierUnavailable("the epoch cannot be read; it is tried again", tier=self._name)
+        if epoch not in {None, self._holdings.epoch}:
+            return False
+        size = record_bytes(len(data))
+        is_ours, taken = self._holdings.claim(key, size)
+        if not is_ours:
+            return True
+        taken = taken or self._reserve(size, key)
+        write = _Write(key, taken, data)
+        if epoch not in {None, taken.epoch}:  # raised since: the record would be of the new one
+            self._abandon(write)
+            return False
+        return write
+
+    def _reserve(self, size: int, key: bytes) -> Reservation:
+        """Make room for `key`, which is claimed: until it is written, or this fails."""
+        taken = None
+        try:
+            with self._keeper.shape:
+                self._upkeep.check_open()
+                # Others take slots without this lock: even a grown tier may have none left.
+                for _ in range(_MAX_GROWTHS):
+                    taken = self._holdings.reserve(size)
+                    if taken:
+                        return taken
+                    self._grow(size, key)
+        finally:
+            if not taken:
+                self._holdings.unclaim(key)
+        raise TierFull("others took the last free slots", tier=self._name, key=key)
+
+    def _grow(self, size: int, key: bytes) -> None:
+        self._refuse_if_full(size, key)
+        try:
+            self._keeper.room.grow(size)
+        except TierFull as exc:
+            exc.tier, exc.key = self._name, key
+            self._full[size] = (self._clock.now_s(), self._holdings.num_deletes)
+            raise
+        except OSError as exc:
+            raise self._translate(exc, "make room", key) from exc
+
+    def _refuse_if_full(self, size: int, key: bytes) -> None:
+        """Do not look at the disk again for every chunk that a full tier is offered."""
+        since, num_deletes = self._full.get(size, (float("-inf"), 0))
+        if self._clock.now_s() - since < _FULL_AGE_S and num_deletes == self._holdings.num_deletes:
+            raise TierFull(
+                f"{self._name} is full, as it was a moment ago", tier=self._name, key=key
+            )
+
+    def _write_here(self, write: _Write) -> None:
+        """Free the slot's entry, write the record, then the entry that speaks of it."""
+        segment, taken, key, data = write.segment, write.taken, write.key, write.buffer
+        slot, stamp = taken.slot, (taken.epoch, taken.sequence)
+        segment.disk_invalidate(self._files, slot)
+        self._records.write(segment.slab_fd, segment.slab_offset(slot), key, stamp, data)
+        entry = pack_entry(slot, key, *stamp, len(data), self._records.namespace)
+        segment.disk_publish(self._files, slot, entry, taken.sequence)
+
+    def _end_write(self, write: _Write, error: Exception | None) -> None:
+        if error is None:
+            if not self._holdings.settle(write.taken, write.key, len(write.buffer)):
+                self._finish(write.segment)
+            return
+        self._abandon(write)
+        if isinstance(error, OSError):
+            self._upkeep.distrust()
+            raise self._translate(error, "write a chunk", write.key) from error
+        raise error
+
+    def _abandon(self, write: _Write) -> None:
+        if not self._holdings.abandon(write.taken, write.key):
+            self._finish(write.segment)
+
+    def _finish(self, segment: OwnSegment) -> None:
+        """What `OwnSegment.end_write` left to be done."""
+        try:
+            self._tell(segment)
+        finally:
+            if self._holdings.leave(segment):
+                segment.disk_close(self._files)
+
+    # Forgetting
+
+    def delete(self, key: bytes) -> None:
+        """See `Tier.delete`. A chunk that another process owns is forgotten here only."""
+        for _ in range(2):
+            found = self._holdings.pin(key)
+            if found is None:
+                return
+            segment, slot, _ = found
+            try:
+                self._forget(segment, slot, key)
+            except OSError as exc:
+                raise self._translate(exc, "delete a chunk", key) from exc
+            finally:
+                self._leave(segment, slot)
+
+    def _forget(self, segment: OpenSegment, slot: int, key: bytes) -> None:
+        """Take a pinned chunk out of the table, then out of the index on disk."""
+        if self._holdings.forget(key, segment, slot) and isinstance(segment, OwnSegment):
+            segment.disk_invalidate(self._files, slot)
+            if segment.must_tell():
+                self._tell(segment)
+
+    def _tell(self, segment: OwnSegment) -> None:
+        """Tell other processes what changed; not vital, and tried again with the next change."""
+        try:
+            segment.disk_tell(self._files)
+        except OSError as exc:
+            self._upkeep.distrust()
+            self._log.warning("disk tier %r cannot tell others: %s", self._name, exc)
+
+    def _leave(self, segment: OpenSegment, slot: int) -> None:
+        if self._holdings.unpin(segment, slot):
+            segment.disk_close(self._files)
+
+    def _translate(self, exc: OSError, what: str, key: bytes) -> KvError:
+        return translate(exc, what, tier=self._name, key=key)
+
+
+def _error_of(end: End) -> Exception | None:
+    """What `_moved_here` would have given."""
+    if end.status == Status.DONE:
+        return None
+    if end.status == Status.FAILED:
+        return OSError(end.code, end.text)
+    if end.status == Status.CORRUPT:
+        return CorruptChunk(end.text)
+    if end.status == Status.TOO_NEW:
+        return FormatTooNew(end.text)
+    if end.status == Status.STALE:
+        return _Stale()
+    return Bug(f"in the mover process: {end.text}")
+
+
+def flat(buffer: memoryview) -> memoryview:
+    """`buffer` as plain bytes."""
+    return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
