@@ -15,6 +15,8 @@ import pytest
 from undercroft.errors import ConfigError, CorruptChunk, TierClosed, TierFull
 from undercroft.keys import ChunkKey, Namespace
 from undercroft.tiers.base import Bounded, Epochal, Indexed, Tier
+from undercroft.tiers.disk.chunks import _Read
+from undercroft.tiers.disk.wire import Verb
 
 from .support import ManualClock, content, disk, du, files, get, key, open_files, put, right
 
