@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
+from typing import Any
 
 from undercroft.admission.always import Always
 from undercroft.admission.base import Admission
 from undercroft.clock import Clock
 from undercroft.errors import ConfigError, CorruptChunk, KvError, TierClosed, TierFull
 from undercroft.hierarchy.alarm import Alarm
+from undercroft.hierarchy.asked import Asked
 from undercroft.hierarchy.breaker import BreakerState
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
@@ -96,9 +98,11 @@ class Level:
             )
         self.name = tier.name
         self.tier = tier
-        self._indexed: Indexed = tier
-        self._bounded = tier if isinstance(tier, Bounded) else None
-        self._epochal = tier if isinstance(tier, Epochal) else None
+        asked: Any = Asked(tier, clock)
+        self.asked: Asked = asked
+        self._indexed: Indexed = asked
+        self._bounded = asked if isinstance(asked, Bounded) else None
+        self._epochal = asked if isinstance(asked, Epochal) else None
         self.transfers = transfers
         self._slot_bytes = tuple(slot_bytes)
         self._class_of = class_of
@@ -129,7 +133,7 @@ class Level:
         self._raiser: threading.Thread | None = None
         self._stop = threading.Event()
         self._adopt(tier.evictable())
-        self._following: Following | None = tier if isinstance(tier, Following) else None
+        self._following: Following | None = asked if isinstance(asked, Following) else None
         self._follower = Follower(self._following, self.name, clock) if self._following else None
 
     def _capacity_chunks(self, num_bytes: int) -> int:
@@ -151,7 +155,7 @@ class Level:
             if not _has_begun(raiser) or raiser.is_alive():
                 return False
             self._raiser = None
-        return self.transfers.available
+        return self.asked.is_answering and self.transfers.available
 
     def has(self, key: ChunkKey) -> bool:
         """Whether a read of `key` is worth trying. No I/O."""
@@ -172,6 +176,7 @@ class Level:
     def begin_step(self) -> None:
         """Ask the tier anew what is free, what has become ours to evict, and what is lost."""
         self._free.clear()
+        self.asked.begin_step()
         if self._following is not None:
             self._adopt(self._following.take_adopted())
             for key, reason in self._following.take_lost():
