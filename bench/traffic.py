@@ -2,9 +2,10 @@
 
     python bench/traffic.py FILE BYTES_A_SECOND [CHUNK_BYTES]
 
-Four threads, two that read and two that write chunks, of 1 MiB unless told, with direct I/O and check them, in a
-process of its own: what this does to others, the machine does to them. FILE has 64 MiB. Prints a
-line once it has begun, and at the end how many bytes it moved in how many seconds.
+Four threads, two that read and two that write chunks, of 1 MiB unless told otherwise, with direct
+I/O and check them, in a process of its own: what this does to others, the machine does to them.
+FILE has 64 MiB. Prints a line once it has begun, and at the end how many bytes it moved in how many
+seconds.
 """
 
 from __future__ import annotations
@@ -54,4 +55,4 @@ def main(path: str, rate: float, chunk_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), int((sys.argv + [str(1 << 20)])[3]))
+    main(sys.argv[1], float(sys.argv[2]), int([*sys.argv, 1 << 20][3]))

@@ -1,4 +1,4 @@
-"""What the disk's traffic does to the steps of a real engine: the same decoding, disk busy and idle.
+"""What the disk's traffic does to a real engine's steps: the same decoding, disk busy and idle.
 
 Stock vLLM on the CPU, one thread of compute, four requests decoding; the engine core's steps are
 timed inside its process. In a process like that, as with one accelerator, the scheduler, the worker
@@ -7,9 +7,9 @@ that launches the model's kernels, and our movers share one interpreter.
 `busy`: requests that only our hierarchy knows of come for chunks that are on disk, and others are
 stored, so that 32 MiB of reads and of writes are under way or waiting at every step. `idle`: nobody
 asks. `asleep`: the planning of `busy` over a disk that takes as long and moves nothing: the
-scheduler's own work. `elsewhere`: `idle`, while *another process* moves as many bytes a second: what
-the machine, two cores and one memory, does to a step whoever moves them. What `busy` costs beyond
-`asleep` and `elsewhere` is the interpreter's lock.
+scheduler's own work. `elsewhere`: `idle`, while *another process* moves as many bytes a second:
+what the machine, its processors and its memory, does to a step whoever moves them. What `busy`
+costs beyond `asleep` and `elsewhere` is the interpreter's lock.
 
 What is compared is a step's wall time, whole, at its median and its 99th percentile.
 """

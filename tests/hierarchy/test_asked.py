@@ -30,7 +30,7 @@ QUESTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class Troubled(MemoryTier):
-    """Its questions fail with `error`, or take `seconds` each; `only` one of them if that is set."""
+    """Its questions, or `only` one of them, fail with `error`, or take `seconds` each."""
 
     def __init__(self, clock: ManualClock, name: str = "troubled") -> None:
         super().__init__(256 * CHUNK_BYTES, name=name)
