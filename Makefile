@@ -36,10 +36,17 @@ test: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/prometheus ## a
 test-slow: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## the tests that `make test` leaves out: every model shape and set-up, some minutes
 	@$(PY) -m pytest -m slow $(ARGS)
 
+MINUTES ?= 30
+
+.PHONY: soak
+soak: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## real engines under faults, aborts, resets and kill -9 for MINUTES=30: no wrong token, nothing grows
+	@$(PY) -m tests.soak --minutes $(MINUTES) $(ARGS)
+
 .PHONY: models
 models: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## run every model shape, and write docs/reference/models.md from what comes of it
-	@UNDERCROFT_TEST_RESULTS=docs/reference/models.json $(PY) -m pytest -m "slow or not slow" tests/engines/vllm/e2e/test_models.py $(ARGS)
-	@$(PY) scripts/models_page.py
+	@status=0; \
+	UNDERCROFT_TEST_RESULTS=docs/reference/models.json $(PY) -m pytest -m "slow or not slow" tests/engines/vllm/e2e/test_models.py $(ARGS) || status=$$?; \
+	$(PY) scripts/models_page.py && exit $$status
 
 .PHONY: check
 check: $(STAMPS)/dev $(STAMPS)/package ## lint, format, types, import contracts, tidiness: no engine needed

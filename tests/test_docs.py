@@ -235,10 +235,12 @@ def vllm_flags() -> frozenset[str]:
 
 
 def check_make(arguments: list[str]) -> None:
-    rules = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    makefile = (ROOT / "Makefile").read_text()
+    rules = re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE)
+    variables = re.findall(r"^([A-Z]+) \?=", makefile, re.MULTILINE)
     for word in arguments:
         if "=" in word:
-            assert word.split("=")[0] in {"ARGS", "PYTHON"}, word
+            assert word.split("=")[0] in variables, word
         else:
             assert word in rules, f"no target {word}"
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import torch
 from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -42,6 +43,7 @@ from vllm.v1.request import Request
 
 from undercroft.engines.vllm.adapters import Adapters
 from undercroft.engines.vllm.connected import ConnectedManager, ConnectedSpec
+from undercroft.engines.vllm.seen_pages import seen_pages
 from undercroft.errors import ConfigError, KvError
 
 __all__ = ["UndercroftConnector"]
@@ -128,6 +130,14 @@ class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped 
         return super().build_prom_metrics(
             _filled_in(vllm_config), metric_types, labelnames, per_engine_labelvalues
         )
+
+    # --- a worker: its tensors ----------------------------------------------------------------
+
+    @override
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        worker = self.connector_worker
+        worker.spec.seen = seen_pages(worker.vllm_config, worker.kv_cache_config, kv_caches)
+        super().register_kv_caches(kv_caches)
 
     # --- a worker: which loads failed ---------------------------------------------------------
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,14 +63,29 @@ def flip_headers(folder: Path) -> None:
         _write(record, bytes([_read(record)[100] ^ 1]), 100)
 
 
+def flip_bit(record: Record, at: int, bit: int) -> None:
+    """One bit, `at` bytes after the beginning of the record; nothing if it is gone."""
+    with suppress(FileNotFoundError), record.path.open("r+b") as file:
+        file.seek(record.offset + at)
+        before = file.read(1)
+        file.seek(record.offset + at)
+        file.write(bytes([byte ^ 1 << bit for byte in before]))
+
+
+def swap(one: Record, other: Record) -> None:
+    """Two records change places, each whole and right in itself; nothing if one is gone."""
+    with suppress(FileNotFoundError):
+        first, second = _read(one), _read(other)
+        _write(one, second)
+        _write(other, first)
+
+
 def swap_records(folder: Path) -> None:
     """Neighbouring records change places, each whole and right in itself."""
     all_records = records(folder)
     for one, other in zip(all_records[::2], all_records[1::2], strict=False):
         if one.num_bytes == other.num_bytes:
-            first, second = _read(one), _read(other)
-            _write(one, second)
-            _write(other, first)
+            swap(one, other)
 
 
 def swap_payloads(folder: Path) -> None:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -193,8 +194,9 @@ class Engine:
         self._gone()
 
     def kill(self) -> None:
-        """`kill -9`, at once."""
-        os.kill(self.pid, signal.SIGKILL)
+        """`kill -9`, at once; of one that was killed already, clear up."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
         self._gone()
 
     def _gone(self) -> None:
