@@ -40,7 +40,7 @@ def flush(
         turn_s = min(left_s, _TURN_S) / max(1, len(hopeful))
         is_done = [level.transfers.drain(clock.now_s() + turn_s) for level in hopeful]
         book()
-        has_more = any(map(cascade.num_waiting, (level.name for level in hopeful)))
+        has_more = any(map(cascade.can_go_on_to, hopeful))
         has_more |= not all(is_done)
 
 
