@@ -31,6 +31,8 @@ SEEN = {
     "weights may be replaced while this engine runs": ONCE,
     "this vLLM has settings that are not known": ONCE,
     "canonical_layout was asked for": ONCE,
+    "keep_across_sleep: a sleep or pause": ONCE,
+    "the engine ends, and tier %s %s": ONCE,
     "nothing was served from the cache": "one for each cause, of which there are nine",
     "tier %s is left alone for now": "one a minute, by its own clock",
     "tier %s works again": "one for each of the line before",

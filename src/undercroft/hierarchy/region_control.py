@@ -22,7 +22,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from undercroft.errors import ConfigError
+from undercroft.errors import ConfigError, CorruptChunk
 
 __all__ = [
     "MAX_GROUPS",
@@ -164,7 +164,7 @@ class Header:
         """The header in the file's first page, or None if this version wrote none there."""
         if len(raw) < _HEADER_BYTES:
             return None
-        words = memoryview(raw).cast("Q")
+        words = memoryview(raw)[:_HEADER_BYTES].cast("Q")
         num_ranks, length = words[_RANKS_WORD], words[_IDENTITY_LENGTH_WORD]
         if words[_MAGIC_WORD] != _MAGIC or num_ranks > MAX_RANKS or length > MAX_IDENTITY_BYTES:
             return None
@@ -232,8 +232,8 @@ class Control:
 
     @property
     def ready_bytes(self) -> int:
-        """Length of the buffer's prefix whose pages exist."""
-        return self._words[_READY_WORD]
+        """Length of the buffer's prefix whose pages exist; never more than the buffer has."""
+        return min(self._words[_READY_WORD], self.shape.total_bytes)
 
     def set_ready_bytes(self, ready_bytes: int) -> None:
         """Writer: the creator first, the scheduler process after it has joined."""
@@ -276,9 +276,16 @@ class Control:
         self._bytes[start + _WORD : start + _WORD + len(note)] = note
 
     def note(self, rank: int) -> bytes:
-        """What the rank said of itself."""
+        """What the rank said of itself.
+
+        Raises:
+            CorruptChunk: It says that it is longer than there is room for.
+        """
         start = self._note_offset(rank)
-        return bytes(self._bytes[start + _WORD : start + _WORD + self._words[start // _WORD]])
+        length = self._words[start // _WORD]
+        if length > MAX_NOTE_BYTES:
+            raise CorruptChunk(f"host region: the note of rank {rank} says {length} bytes")
+        return bytes(self._bytes[start + _WORD : start + _WORD + length])
 
     def _note_offset(self, rank: int) -> int:
         return self.shape.notes_offset + rank * _NOTE_AREA_BYTES
@@ -306,10 +313,16 @@ class Control:
         return all(self._bytes[start : start + NONCE_BYTES] == nonce for start in starts)
 
     def chunk_bytes(self, rank: int) -> tuple[int, ...]:
-        """What the rank said about its groups."""
+        """What the rank said about its groups.
+
+        Raises:
+            CorruptChunk: It says more of them than there can be.
+        """
         first = (self.shape.records_offset + rank * _RECORD_BYTES) // _WORD
-        start = first + _GROUPS_WORD
-        return tuple(self._words[start : start + self._words[first + _NUM_GROUPS_WORD]])
+        start, num_groups = first + _GROUPS_WORD, self._words[first + _NUM_GROUPS_WORD]
+        if num_groups > MAX_GROUPS:
+            raise CorruptChunk(f"host region: the record of rank {rank} says {num_groups} groups")
+        return tuple(self._words[start : start + num_groups])
 
     def counters_image(self) -> bytes:
         """All failure counters, to be compared with an earlier image: one read."""

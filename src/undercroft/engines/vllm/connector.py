@@ -247,6 +247,19 @@ class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped 
         if self._queued.pop(request.request_id, None) is not None:
             self._looked_ahead.discard(request.request_id)
 
+    @override
+    def reset_cache(self) -> bool | None:
+        # Of a reset since the last step, whose jobs the next one is to flush: vLLM 0.32 asserts
+        # that there was none, though a reset may well follow a sleep or another reset.
+        to_flush: set[int] = getattr(self.scheduler, "_current_batch_jobs_to_flush", set())
+        held = set(to_flush)
+        to_flush.clear()
+        try:
+            done: bool | None = super().reset_cache()
+        finally:
+            to_flush |= held
+        return done
+
     # --- looking ahead ------------------------------------------------------------------------
 
     @override

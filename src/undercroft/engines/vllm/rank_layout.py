@@ -9,12 +9,9 @@ rank has decided it tells the scheduler in the region, which refuses to start wh
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_offload.base import (
@@ -24,6 +21,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from undercroft.config import OffloadingConfig
+from undercroft.engines.told import pack, parse_note
 from undercroft.engines.vllm.recurrent import last_blocks_only, recurrent_groups
 from undercroft.errors import ConfigError, LayoutMismatch
 from undercroft.layout.page_map import CopyRun, PageMap, coalesce
@@ -78,7 +76,7 @@ class RankLayout:
             "is_less": self.decision.is_less,
             "layers": self.layer_names,
         }
-        return zlib.compress(json.dumps(said).encode())
+        return pack(said)
 
 
 def rank_layout(
@@ -256,23 +254,6 @@ def _engines_map(
     return page
 
 
-def _said(rank: int, note: bytes) -> Mapping[str, Any]:
-    """What `RankLayout.note` said.
-
-    Raises:
-        ConfigError: Something else.
-    """
-    try:
-        said = json.loads(zlib.decompress(note))
-        StoredLayout(said["stored"])
-        return {name: said[name] for name in ("stored", "why", "is_less", "layers")}
-    except (zlib.error, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"rank {rank} does not say what it stores ({error!r}): it runs another version of "
-            "undercroft; install the same"
-        ) from error
-
-
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """What all ranks of a replica store together, from what they said in the region.
@@ -301,7 +282,7 @@ class Ranks:
             ConfigError: Ranks disagree; the message names both.
         """
         topology = topology_of(config)
-        said = [_said(rank, note) for rank, note in enumerate(notes)]
+        said = [parse_note(rank, note) for rank, note in enumerate(notes)]
         first = said[0]
         for rank, other in enumerate(said):
             if other["stored"] != first["stored"]:

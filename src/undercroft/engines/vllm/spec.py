@@ -48,6 +48,7 @@ from undercroft.engines.vllm.slot_worker import Reports, SlotWorker
 from undercroft.engines.vllm.tally import Tally
 from undercroft.engines.vllm.unserved import check_attention
 from undercroft.engines.vllm.version import doubt, own_version
+from undercroft.errors import ConfigError
 from undercroft.hierarchy.hierarchy import failed_chunk
 from undercroft.hierarchy.region import Region, RegionConfig
 from undercroft.hierarchy.rendezvous import region_path, sweep_dead_regions
@@ -269,7 +270,9 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             ranks = self._ranks(region)
             geometry = self._geometry(ranks)
             check_sizes(settings, [slot_bytes_for(n) for n in geometry.chunk_bytes])
-            made = self._namespace(geometry, ranks, take_facts(region.buffer))
+            model = take_facts(region.buffer)
+            self._check_sleep(model)
+            made = self._namespace(geometry, ranks, model)
             hierarchy = assemble(
                 settings,
                 geometry,
@@ -305,6 +308,20 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
                 tier.name: Locality(tier.locality) for tier in settings.tiers if tier.locality
             },
             reset_s=settings.drain_deadline_s,
+            keeps_across_sleep=settings.keep_across_sleep,
+        )
+
+    def _check_sleep(self, model: Mapping[str, Any]) -> None:
+        if not self._settings.keep_across_sleep:
+            return
+        if "weight_transfer" in model:
+            raise ConfigError(
+                "keep_across_sleep says that weights stay as they are while the engine is paused, "
+                "and --weight-transfer-config that they are replaced: leave one of them out"
+            )
+        _LOG.info(
+            "keep_across_sleep: a sleep or pause drops nothing here; after other weights were "
+            "loaded, reset_prefix_cache with reset_connector has to come before requests do"
         )
 
     def _geometry(self, ranks: Ranks) -> Geometry:
