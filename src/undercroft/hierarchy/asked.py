@@ -28,12 +28,12 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 class Asked(WrappingTier):
     """A tier whose questions neither raise nor make every step long.
 
-    `has`, `free_chunks`, `used_bytes`, `epoch`, `allowance`, `written_bytes`, `take_adopted` and
-    `take_lost` are asked on the scheduler thread, and are to answer from memory. One that raises is
-    answered for, with what is harmless: absent, no room, nothing new, as before. After a few
-    failures, or when its answers have taken a quarter of a second of one step, the tier is not
-    asked for a while, and a little longer each time. A question that never comes back cannot be
-    ended here.
+    `has`, `free_chunks`, `used_bytes`, `epoch`, `owe_reset`, `take_adopted` and `take_lost` are
+    asked on the scheduler thread, and are to answer from memory. One that raises is answered for,
+    with what is harmless: absent, no room, nothing new, as before. After a few failures, or when
+    its answers took a quarter of a second of one step, it is not asked for a while, a little
+    longer each time. A question that never comes back cannot be ended here: see
+    docs/explanation/design/0010-movers-threads-or-process.md.
 
     All else, the five verbs included, goes straight through.
 
@@ -60,8 +60,7 @@ class Asked(WrappingTier):
             ("free_chunks", 0, False),
             ("used_bytes", 0, True),
             ("epoch", 0, True),
-            ("allowance", None, True),
-            ("written_bytes", 0, True),
+            ("owe_reset", False, False),
         ):
             if hasattr(self, name):
                 ask = getattr(self.inner, name)

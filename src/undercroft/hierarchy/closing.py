@@ -40,8 +40,7 @@ def flush(
         turn_s = min(left_s, _TURN_S) / max(1, len(hopeful))
         is_done = [level.transfers.drain(clock.now_s() + turn_s) for level in hopeful]
         book()
-        has_more = any(map(cascade.can_go_on_to, hopeful))
-        has_more |= not all(is_done)
+        has_more = not all(is_done) or any(map(cascade.can_go_on_to, hopeful))
 
 
 def close_level(level: Level, num_left: int, deadline_s: float, clock: Clock) -> None:

@@ -485,9 +485,8 @@ class Hierarchy:
             rest.callback(self.cascade.clear_waiting)
             rest.callback(self.poll)
             for index, level in reversed(list(enumerate(self.levels))):
-                rest.callback(
-                    close_level, level, len(self.levels) - index, for_levels_s, self._clock
-                )
+                num_left = len(self.levels) - index
+                rest.callback(close_level, level, num_left, for_levels_s, self._clock)
             self._flush(deadline_s - seconds / 4)
 
     def _flush(self, deadline_s: float) -> None:

@@ -144,7 +144,7 @@ class Level:
     @property
     def usable(self) -> bool:
         """Whether the level is asked at all: not void, and its breaker lets calls through."""
-        return self.asked.is_answering and self.voider.is_over and self.transfers.available
+        return self.voider.is_over and self.asked.is_answering and self.transfers.available
 
     def has(self, key: ChunkKey) -> bool:
         """Whether a read of `key` is worth trying. No I/O."""

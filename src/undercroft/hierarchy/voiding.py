@@ -220,8 +220,8 @@ class Voider:
                 drained = self._drain()
                 if drained:
                     self._make_void(wanted)
-        except BaseException as error:  # noqa: BLE001 - on our thread, whatever a tier raises is its failure
-            self._why = str(error) or repr(error)
+        except BaseException as error:  # noqa: BLE001 - a stranger's tier may raise anything
+            self._why = str(error)
             return False
         return drained
 
