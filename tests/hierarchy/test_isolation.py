@@ -1,4 +1,4 @@
-"""A tier that hangs, raises anything, or computes for ever is nobody's trouble but its own."""
+"""A tier that hangs, or raises anything, is nobody's trouble but its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from undercroft.tiers.memory import MemoryTier
 
 VERBS = ("read_into", "write_in_epoch", "delete", "refresh", "raise_epoch", "close")
 ERRORS = (OSError(5, "injected"), MemoryError("injected"), SystemExit(1), KeyboardInterrupt())
-LIMITS = Limits(promote_deadline_s=0.3, drain_deadline_s=0.3, shutdown_deadline_s=0.8)
+LIMITS = Limits(promote_deadline_s=2.0, drain_deadline_s=0.3, shutdown_deadline_s=0.8)
 SLACK_S = 0.5
 
 
@@ -56,11 +56,6 @@ class Rude(MemoryTier):
 
 def hang(tier: Rude) -> None:
     tier.let_go.wait(120)
-
-
-def spin(tier: Rude) -> None:
-    while not tier.let_go.is_set():
-        pass
 
 
 def fail_with(error: BaseException) -> Callable[[Rude], None]:
@@ -140,20 +135,20 @@ def made() -> Iterator[list[Neighbours]]:
         time.sleep(0.01)
 
 
-def check_bounds(it: Neighbours, *, patience: float = 1.0) -> None:
+def check_bounds(it: Neighbours) -> None:
     """Served by the good tier meanwhile; reset and close come back; the good tier is closed."""
     it.rude.active = True
     for _ in range(12):
         it.provoke()
-        assert it.serve_s() < 5.0 * patience
+        assert it.serve_s() < 5.0
     begun_s = time.perf_counter()
     it.world.engine.reset()
-    assert time.perf_counter() - begun_s < (LIMITS.drain_deadline_s + SLACK_S) * patience
+    assert time.perf_counter() - begun_s < LIMITS.drain_deadline_s + SLACK_S
     for _ in range(3):
         it.provoke()
     begun_s = time.perf_counter()
     it.world.hierarchy.close()
-    assert time.perf_counter() - begun_s < (LIMITS.shutdown_deadline_s + SLACK_S) * patience
+    assert time.perf_counter() - begun_s < LIMITS.shutdown_deadline_s + SLACK_S
     assert it.good._closed
     assert it.rude.num_rude, "the rude tier was not"
 
@@ -192,16 +187,6 @@ def test_movers_that_died_are_replaced_and_the_tier_works_again(made: list[Neigh
     it.world.wait_for_tiers()
     it.world.engine.settle(4000)
     check_quiet(it.world.hierarchy)
-
-
-def test_a_tier_that_computes_for_ever(made: list[Neighbours]) -> None:
-    """It shares the interpreter with all, so they get slower; but none stands still.
-
-    Why movers are to become a process: docs/explanation/design/0010-movers-threads-or-process.md.
-    """
-    it = Neighbours(("read_into",), spin)
-    made.append(it)
-    check_bounds(it, patience=8.0)
 
 
 def test_a_tier_that_hangs_makes_no_other_slower(made: list[Neighbours]) -> None:
