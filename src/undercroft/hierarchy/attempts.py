@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from undercroft.clock import Clock
 from undercroft.errors import Bug, KvError, TierUnavailable
 from undercroft.hierarchy.moves import Move
 from undercroft.hierarchy.outcome import Op
-from undercroft.tiers.base import Batched, Epochal, Tier
+from undercroft.tiers.base import Batched, Ends, Epochal, Tier
 
-__all__ = ["Attempts"]
+__all__ = ["Attempts", "Ended"]
 
 _LOG = logging.getLogger(__name__)
+
+Ended = tuple[Move, KvError | None, bool]
+"""A move, its error, and whether the chunk's bytes were moved."""
 
 
 class Attempts:
@@ -50,15 +53,34 @@ class Attempts:
         """How much of one kind the tier takes in a call; 0: one move."""
         return 0 if self._batched is None else self._batched.batch_bytes
 
-    def perform(self, moves: Sequence[Move]) -> list[tuple[KvError | None, bool]]:
-        """Blocks. Of each, in turn: the error, if any, and whether the chunk's bytes were moved.
+    def perform(self, moves: Sequence[Move]) -> Iterator[list[Ended]]:
+        """Blocks. Each move with its error, if any, and whether the chunk's bytes were moved.
 
         They are not if a read finds no chunk, and if the epoch of a write is over. Nothing is tried
         again: see `may_go_on` and `go_on`.
         """
-        if len(moves) == 1 or self._batched is None or moves[0].buffer is None:
-            return [self._try_once(move) for move in moves]
-        return self._try_many(self._batched, moves)
+        if len(moves) == 1 or self._batched is None:
+            for move in moves:
+                yield [(move, *self._try_once(move))]
+            return
+        left = dict(enumerate(moves))
+        try:
+            for ends in self._begun(self._batched, moves):
+                yield [(left.pop(i), *self._end_of(end, moves[i])) for i, end in ends]
+            failure: Exception = Bug(f"{len(left)} of {len(moves)} chunks were not told of")
+        except Exception as exc:  # noqa: BLE001 - a stranger's tier may raise anything
+            failure = exc
+        if left:
+            yield [(move, *self._end_of(failure, move)) for move in left.values()]
+
+    def _begun(self, batched: Batched, moves: Sequence[Move]) -> Iterator[Ends]:
+        op = moves[0].op
+        if op is Op.DELETE:
+            return batched.delete_many([move.key for move in moves])
+        given = [(move.key, move.buffer, move.epoch) for move in moves if move.buffer is not None]
+        if op is Op.READ:
+            return batched.read_many([(key, buffer) for key, buffer, _ in given])
+        return batched.write_many(given)
 
     def may_go_on(self, error: KvError | None, move: Move) -> bool:
         """Whether what failed with `error` is worth another try."""
@@ -99,24 +121,9 @@ class Attempts:
         except Exception as exc:  # noqa: BLE001 - a stranger's tier may raise anything
             return self._end_of(exc, move)
 
-    def _try_many(
-        self, batched: Batched, moves: Sequence[Move]
-    ) -> list[tuple[KvError | None, bool]]:
-        given = [(move.key, move.buffer, move.epoch) for move in moves if move.buffer is not None]
-        try:
-            if moves[0].op is Op.READ:
-                ends = batched.read_many([(key, buffer) for key, buffer, _ in given])
-            else:
-                ends = batched.write_many(given)
-        except Exception as exc:  # noqa: BLE001 - as above
-            ends = [exc] * len(moves)
-        if len(ends) != len(moves):
-            ends = [Bug(f"{len(ends)} ends of {len(moves)} chunks")] * len(moves)
-        return [self._end_of(end, move) for end, move in zip(ends, moves, strict=True)]
-
     def _end_of(self, end: object, move: Move) -> tuple[KvError | None, bool]:
         if not isinstance(end, Exception):
-            return None, bool(end)
+            return None, bool(end) and move.op is not Op.DELETE
         if isinstance(end, Bug):
             self._note_bug(end)
         return _bare(end if isinstance(end, KvError) else self.translated(end, move)), False

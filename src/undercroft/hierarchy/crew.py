@@ -13,6 +13,7 @@ from undercroft.hierarchy.outcome import Op
 __all__ = ["Crew", "Runner"]
 
 _READ = Op.READ
+_MOST_AT_ONCE = 64
 _LOOK_AGAIN_S = 0.05
 """Longest real wait before a manual clock is asked again."""
 
@@ -210,8 +211,8 @@ class Crew:
     def _with_more(self, move: Move) -> list[Move]:
         if not self._batch_bytes:
             return [move]
-        more = self._queue.take_like(move, num_takers=self._num_wanted, max_bytes=self._batch_bytes)
-        return [move, *more]
+        most, max_bytes = _MOST_AT_ONCE - 1, self._batch_bytes
+        return [move, *self._queue.take_like(move, most=most, max_bytes=max_bytes)]
 
     def _others_allowed(self) -> bool:
         """Writes and deletes leave one thread to the reads, if there are several."""

@@ -68,12 +68,14 @@ class Move:
 class Work:
     """Moves of one kind that a thread is in at once; lives until the thread is out of them all."""
 
-    __slots__ = ("is_stuck", "moves", "op", "started_s")
+    __slots__ = ("is_stuck", "moves", "num_moved", "op", "started_s")
 
     def __init__(self, op: Op, moves: list[Move], started_s: float) -> None:
         self.op = op
         self.moves = moves
         self.started_s = started_s
+        self.num_moved = 0
+        """Bytes, so far."""
         self.is_stuck = False
         """One of them was abandoned while the thread was in it."""
 
@@ -172,16 +174,16 @@ class MoveQueue:
             return None
         return self._pop(lane)
 
-    def take_like(self, first: Move, *, num_takers: int, max_bytes: int) -> list[Move]:
+    def take_like(self, first: Move, *, most: int, max_bytes: int) -> list[Move]:
         """More moves of the kind of `first`, which was just taken, to be started with it.
 
         Args:
             first: What they are like.
-            num_takers: Between how many what is ready is to be shared.
+            most: How many.
             max_bytes: Bound on the bytes of all, `first` included.
         """
         lane = self._lane(first)
-        num_more = len(lane.ready) // num_takers
+        num_more = min(len(lane.ready), most)
         left_bytes = max_bytes - first.num_bytes
         taken: list[Move] = []
         while len(taken) < num_more:

@@ -21,7 +21,7 @@ from undercroft.errors import (
     KvError,
     TierFull,
 )
-from undercroft.hierarchy.attempts import Attempts
+from undercroft.hierarchy.attempts import Attempts, Ended
 from undercroft.hierarchy.bounds import TransferLimits
 from undercroft.hierarchy.breaker import Breaker
 from undercroft.hierarchy.crew import Crew
@@ -445,43 +445,46 @@ class Transfers:
 
     def serve(self, work: Work) -> None:
         """See `Runner.serve`."""
-        left = list(work.moves)
+        attempts, left = self._attempts, dict.fromkeys(work.moves)
+        again: list[tuple[Move, KvError | None]] = []
         try:
-            ends = list(zip(left, self._attempts.perform(left), strict=True))
-            again = [(move, end) for move, end in ends if self._attempts.may_go_on(end[0], move)]
-            left = [move for move, _ in again]
-            self._finish(work, [(m, end) for m, end in ends if m not in left], is_last=not left)
-            for move, (error, _) in again:
-                end = self._attempts.go_on(error, move)
-                left.remove(move)
-                self._finish(work, [(move, end)], is_last=not left)
+            for ends in attempts.perform(work.moves):
+                over: list[Ended] = []
+                for move, error, moved in ends:
+                    if attempts.may_go_on(error, move):
+                        again.append((move, error))
+                    else:
+                        over.append((move, error, moved))
+                self._finish(work, left, over)
+            for move, error in again:
+                self._finish(work, left, [(move, *attempts.go_on(error, move))])
         except BaseException as exc:  # the thread dies of it, and says so; the tickets still end
-            errors = [self._attempts.translated(exc, move) for move in left]
-            for error in errors:
-                error.__cause__ = None
-            failed = zip(left, ((error, False) for error in errors), strict=True)
-            self._finish(work, list(failed), is_last=True)
+            failed: list[Ended] = [(move, attempts.translated(exc, move), False) for move in left]
+            for _, error, _ in failed:
+                if error is not None:
+                    error.__cause__ = None
+            self._finish(work, left, failed)
             raise
 
-    def _finish(
-        self,
-        work: Work,
-        ends: Sequence[tuple[Move, tuple[KvError | None, bool]]],
-        *,
-        is_last: bool,
-    ) -> None:
-        """These moves of `work` are over; `is_last`: and with them all of it."""
+    def _finish(self, work: Work, left: dict[Move, None], ends: Sequence[Ended]) -> None:
+        """These moves of `work` are over, and with the last of `left` all of it."""
+        if not ends:
+            return
         now_s = self._clock.now_s()
-        num_moved = sum(move.num_bytes for move, (error, moved) in ends if moved and error is None)
+        num_moved = sum(move.num_bytes for move, error, moved in ends if moved and error is None)
         with self._lock:
-            for move, (error, moved) in ends:
+            for move, error, moved in ends:
+                del left[move]
                 self._num_running -= 1
                 self._queue.leave(move)
                 self._end(move, error, now_s, moved=moved)
-            if num_moved:
-                self._see_speed(work.op, (now_s - work.started_s) / num_moved)
-            if is_last:
+            work.num_moved += num_moved
+            if not left:
+                if work.num_moved:
+                    self._see_speed(work.op, (now_s - work.started_s) / work.num_moved)
                 self._crew.on_end(work)
+            else:
+                self._crew.tell()
 
     def _end(self, move: Move, error: KvError | None, now_s: float, *, moved: bool) -> None:
         move.work = None

@@ -7,7 +7,7 @@ the hierarchy. A tier only moves bytes, and is right or says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -19,6 +19,7 @@ __all__ = [
     "Bounded",
     "Budgeted",
     "Described",
+    "Ends",
     "Epochal",
     "Following",
     "Indexed",
@@ -80,26 +81,36 @@ class Tier(Protocol):
         ...
 
 
+Ends = list[tuple[int, "bool | Exception"]]
+"""Of some chunks of a call: which by its index, and what a single verb would have returned; what it
+would have raised is here returned, too."""
+
+
 @runtime_checkable
 class Batched(Protocol):
     """A tier that moves several chunks in one call for less than as many calls cost.
 
-    Each chunk has an end of its own, in the order asked for: what `read_into`, or `write_from`
-    and `write_in_epoch`, would have returned or raised; exceptions are *returned*. The chunks of
-    a call have different keys. Threads: as the single verbs.
+    Each chunk has an end of its own: what the single verb would have come to. Ends are given as
+    they come, in any order, so that a chunk that hangs holds up no other; each chunk has one, also
+    if all fails. The chunks of a call have different keys. Threads: as the single verbs; the call
+    is over when the iterator is.
     """
 
     batch_bytes: int
     """How many bytes a call is worth at most; 0: one chunk a call, whatever its size."""
 
-    def read_many(self, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> list[bool | Exception]:
+    def read_many(self, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> Iterator[Ends]:
         """As `Tier.read_into` for each."""
         ...
 
     def write_many(
         self, given: Sequence[tuple[ChunkKey, memoryview, int | None]]
-    ) -> list[bool | Exception]:
+    ) -> Iterator[Ends]:
         """As `Epochal.write_in_epoch` for each; None: whatever the epoch is."""
+        ...
+
+    def delete_many(self, keys: Sequence[ChunkKey]) -> Iterator[Ends]:
+        """As `Tier.delete` for each."""
         ...
 
 

@@ -7,8 +7,11 @@ table, the index's entry, what other processes have to be told.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
 
 from undercroft.clock import Clock
 from undercroft.errors import (
@@ -21,6 +24,7 @@ from undercroft.errors import (
     TierUnavailable,
 )
 from undercroft.keys import MAX_KEY_BYTES
+from undercroft.tiers.base import Ends
 from undercroft.tiers.disk import wire
 from undercroft.tiers.disk.files import translate
 from undercroft.tiers.disk.foreign import ForeignSegment
@@ -39,6 +43,7 @@ __all__ = ["Chunks"]
 _FULL_AGE_S = 0.1
 _MAX_SUSPECTS = 1024
 _MAX_GROWTHS = 8
+_NOTHING = memoryview(b"")
 
 
 class _Stale(Exception):
@@ -80,6 +85,10 @@ class _Write:
     def segment(self) -> OwnSegment:
         return self.taken.segment
 
+    @property
+    def slot(self) -> int:
+        return self.taken.slot
+
     def order(self, place: int) -> Order:
         taken = self.taken
         return Order(
@@ -92,6 +101,32 @@ class _Write:
             checks_entry=taken.segment.expect(taken.slot, taken.sequence),
             key=self.key,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Free:
+    """A chunk that is forgotten, its slot still pinned: the entry is to be freed."""
+
+    key: bytes
+    segment: OwnSegment
+    slot: int
+    buffer: memoryview = _NOTHING
+
+    def order(self, place: int) -> Order:
+        return Order(
+            segment=self.segment.number,
+            slot=self.slot,
+            place=place,
+            num_bytes=0,
+            epoch=0,
+            sequence=0,
+            checks_entry=False,
+            key=self.key,
+        )
+
+
+_I = TypeVar("_I", _Read, _Write, _Free)
+_T = TypeVar("_T")
 
 
 class Chunks:
@@ -129,25 +164,20 @@ class Chunks:
 
     # Reading
 
-    def read(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[bool | Exception]:
+    def read(self, wanted: Sequence[tuple[bytes, memoryview]]) -> Iterator[Ends]:
         """See `Batched.read_many`."""
-        ends: list[bool | Exception] = [False] * len(wanted)
         if not self._upkeep.tend():
-            return ends
+            yield [(index, False) for index in range(len(wanted))]
+            return
         reads: dict[int, _Read] = {}
+        absent: Ends = []
         for index, (key, out) in enumerate(wanted):
             found = self._holdings.pin(key)
-            if found is not None:
+            if found is None:
+                absent.append((index, False))
+            else:
                 reads[index] = _Read(key, *found, flat(out))
-        errors = self._moved(list(reads.values()), Verb.READ)
-        for (index, read), error in zip(reads.items(), errors, strict=True):
-            try:
-                ends[index] = self._end_of_read(read, error)
-            except Exception as exc:  # noqa: BLE001 - each chunk has an end of its own
-                ends[index] = exc
-            finally:
-                self._leave(read.segment, read.slot)
-        return ends
+        yield from self._ended(absent, reads, Verb.READ, self._end_read)
 
     def _read_here(self, read: _Read) -> None:
         segment, slot, key, out = read.segment, read.slot, read.key, read.buffer
@@ -156,7 +186,13 @@ class Chunks:
         segment.check_length(record_bytes(len(out)))
         self._records.read(segment.slab_fd, segment.slab_offset(slot), key, read.epoch, out)
 
-    def _end_of_read(self, read: _Read, error: Exception | None) -> bool:
+    def _end_read(self, read: _Read, error: Exception | None) -> bool:
+        try:
+            return self._book_read(read, error)
+        finally:
+            self._leave(read.segment, read.slot)
+
+    def _book_read(self, read: _Read, error: Exception | None) -> bool:
         segment, slot, key = read.segment, read.slot, read.key
         if error is None:
             self._suspects.discard(key)
@@ -194,78 +230,102 @@ class Chunks:
 
     # Moving bytes
 
-    def _moved(self, items: Sequence[_Read | _Write], verb: int) -> list[Exception | None]:
-        """Move the bytes of all; of each, what went wrong."""
-        errors: list[Exception | None] = []
-        for start in range(0, len(items), wire.MAX_ORDERS):
-            some = items[start : start + wire.MAX_ORDERS]
-            errors += self._moved_there(some, verb) or [self._moved_here(each) for each in some]
-        return errors
+    def _ended(
+        self,
+        settled: Ends,
+        items: Mapping[int, _I],
+        verb: int,
+        end: Callable[[_I, Exception | None], bool],
+    ) -> Iterator[Ends]:
+        """Move all, and book each with `end`; all are booked, also if nobody asks any more."""
+        left = dict(items)
+        try:
+            if settled:
+                yield settled
+            for start in range(0, len(items), wire.MAX_ORDERS):
+                some = dict(islice(items.items(), start, start + wire.MAX_ORDERS))
+                for moved in self._moved(some, verb):
+                    yield [(i, _value(end, left.pop(i), error)) for i, error in moved]
+        finally:
+            for item in left.values():
+                with suppress(Exception):
+                    end(item, TierUnavailable("given up", tier=self._name))
 
-    def _moved_here(self, item: _Read | _Write) -> Exception | None:
+    def _moved(
+        self, items: Mapping[int, _Read | _Write | _Free], verb: int
+    ) -> Iterator[list[tuple[int, Exception | None]]]:
+        there = self._begun_there(list(items.values()), verb)
+        if there is None:
+            for index, item in items.items():
+                yield [(index, self._moved_here(item))]
+            return
+        indices, left = list(items), dict.fromkeys(items)
+        failure = MoverGone("it does not say how all ended")
+        try:
+            for ends in there:
+                self._files.count_written(sum(end.written_bytes for end in ends))
+                for end in ends:
+                    del left[indices[end.number]]
+                    self._note_moved(items[indices[end.number]], verb, end.status)
+                yield [(indices[end.number], _error_of(end)) for end in ends]
+        except MoverGone as exc:
+            failure = exc
+        if left:
+            error = TierUnavailable(f"{failure}; it is tried again", tier=self._name)
+            for index in left:
+                self._note_moved(items[index], verb, Status.FAILED)
+            yield [(index, error) for index in left]
+
+    def _note_moved(self, item: _Read | _Write | _Free, verb: int, status: int) -> None:
+        """The mover process may have changed an entry."""
+        segment = item.segment
+        if verb != Verb.READ and isinstance(segment, OwnSegment):
+            segment.note_change(item.slot, is_free=verb == Verb.FREE and status == Status.DONE)
+
+    def _moved_here(self, item: _Read | _Write | _Free) -> Exception | None:
         try:
             if isinstance(item, _Read):
                 self._read_here(item)
-            else:
+            elif isinstance(item, _Write):
                 self._write_here(item)
+            elif isinstance(item.segment, OwnSegment):
+                item.segment.disk_invalidate(self._files, item.slot)
         except Exception as exc:  # noqa: BLE001 - each chunk has an end of its own
             return exc
         return None
 
-    def _moved_there(
-        self, items: Sequence[_Read | _Write], verb: int
-    ) -> list[Exception | None] | None:
-        """As `_moved`, by the mover process; None if there is none, or some bytes are elsewhere."""
+    def _begun_there(
+        self, items: Sequence[_Read | _Write | _Free], verb: int
+    ) -> Iterator[list[End]] | None:
+        """Asked of the mover process; None if there is none, or some bytes are elsewhere."""
         mover = self._mover
         if mover is None:
             return None
-        places = [mover.place_of(item.buffer) for item in items]
-        if min(places) < 0 or any(not self._fits(item) for item in items):
+        places = [0] * len(items)
+        if verb != Verb.FREE:
+            places = [mover.place_of(item.buffer) if _fits(item) else -1 for item in items]
+        if min(places) < 0:
             return None
         orders = [item.order(place) for item, place in zip(items, places, strict=True)]
         segments = [item.segment for item in items]
-        errors: list[Exception | None]
         try:
-            ends = mover.move(verb, orders, segments, direct=self._records.direct)
-        except MoverGone as exc:
-            errors = [TierUnavailable(f"{exc}; it is tried again", tier=self._name) for _ in items]
-        else:
-            if ends is None:
-                return None
-            self._files.count_written(sum(end.written_bytes for end in ends))
-            errors = [_error_of(end) for end in ends]
-        for item in items:
-            if isinstance(item, _Write):
-                item.segment.note_change(item.taken.slot)
-        return errors
-
-    def _fits(self, item: _Read | _Write) -> bool:
-        return record_bytes(len(item.buffer)) == item.segment.header.record_bytes
+            return mover.move(verb, orders, segments, direct=self._records.direct)
+        except MoverGone:
+            return None
 
     # Writing
 
-    def write(
-        self, given: Sequence[tuple[bytes, memoryview, int | None]]
-    ) -> list[bool | Exception]:
+    def write(self, given: Sequence[tuple[bytes, memoryview, int | None]]) -> Iterator[Ends]:
         """See `Batched.write_many`."""
-        ends: list[bool | Exception] = []
+        settled: Ends = []
         writes: dict[int, _Write] = {}
         for index, (key, data, epoch) in enumerate(given):
-            try:
-                planned = self._plan_write(key, flat(data), epoch)
-            except Exception as exc:  # noqa: BLE001 - each chunk has an end of its own
-                ends.append(exc)
-                continue
+            planned = _value(self._plan_write, key, flat(data), epoch)
             if isinstance(planned, _Write):
                 writes[index] = planned
-            ends.append(planned if isinstance(planned, bool) else True)
-        errors = self._moved(list(writes.values()), Verb.WRITE)
-        for (index, write), error in zip(writes.items(), errors, strict=True):
-            try:
-                self._end_write(write, error)
-            except Exception as exc:  # noqa: BLE001 - the same
-                ends[index] = exc
-        return ends
+            else:
+                settled.append((index, planned))
+        yield from self._ended(settled, writes, Verb.WRITE, self._end_write)
 
     def _plan_write(self, key: bytes, data: memoryview, epoch: int | None) -> _Write | bool:
         """A slot for the chunk; True if it is there already, False if its epoch is over."""
@@ -334,11 +394,11 @@ class Chunks:
         entry = pack_entry(slot, key, *stamp, len(data), self._records.namespace)
         segment.disk_publish(self._files, slot, entry, taken.sequence)
 
-    def _end_write(self, write: _Write, error: Exception | None) -> None:
+    def _end_write(self, write: _Write, error: Exception | None) -> bool:
         if error is None:
             if not self._holdings.settle(write.taken, write.key, len(write.buffer)):
                 self._finish(write.segment)
-            return
+            return True
         self._abandon(write)
         if isinstance(error, OSError):
             self._upkeep.distrust()
@@ -359,19 +419,33 @@ class Chunks:
 
     # Forgetting
 
-    def delete(self, key: bytes) -> None:
-        """See `Tier.delete`. A chunk that another process owns is forgotten here only."""
-        for _ in range(2):
-            found = self._holdings.pin(key)
-            if found is None:
-                return
-            segment, slot, _ = found
-            try:
-                self._forget(segment, slot, key)
-            except OSError as exc:
-                raise self._translate(exc, "delete a chunk", key) from exc
-            finally:
-                self._leave(segment, slot)
+    def delete(self, keys: Sequence[bytes]) -> Iterator[Ends]:
+        """See `Batched.delete_many`. What another process owns is forgotten here only."""
+        absent: Ends = []
+        frees: dict[int, _Free] = {}
+        for index, key in enumerate(keys):
+            while (found := self._holdings.pin(key)) is not None:
+                segment, slot, _ = found
+                is_news = self._holdings.forget(key, segment, slot)
+                if is_news and isinstance(segment, OwnSegment) and index not in frees:
+                    frees[index] = _Free(key, segment, slot)
+                else:
+                    self._leave(segment, slot)
+            if index not in frees:
+                absent.append((index, True))
+        yield from self._ended(absent, frees, Verb.FREE, self._end_free)
+
+    def _end_free(self, free: _Free, error: Exception | None) -> bool:
+        try:
+            if isinstance(error, OSError):
+                raise self._translate(error, "delete a chunk", free.key) from error
+            if error is not None:
+                raise error
+            if free.segment.must_tell():
+                self._tell(free.segment)
+        finally:
+            self._leave(free.segment, free.slot)
+        return True
 
     def _forget(self, segment: OpenSegment, slot: int, key: bytes) -> None:
         """Take a pinned chunk out of the table, then out of the index on disk."""
@@ -394,6 +468,18 @@ class Chunks:
 
     def _translate(self, exc: OSError, what: str, key: bytes) -> KvError:
         return translate(exc, what, tier=self._name, key=key)
+
+
+def _value(function: Callable[..., _T], *arguments: object) -> _T | Exception:
+    """What it returned, or raised: each chunk has an end of its own."""
+    try:
+        return function(*arguments)
+    except Exception as exc:  # noqa: BLE001 - passed on
+        return exc
+
+
+def _fits(item: _Read | _Write | _Free) -> bool:
+    return record_bytes(len(item.buffer)) == item.segment.header.record_bytes
 
 
 def _error_of(end: End) -> Exception | None:

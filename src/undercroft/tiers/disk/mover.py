@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -33,6 +33,7 @@ __all__ = ["MoverGone", "MoverProcess"]
 _LOG = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 """Its control thread does nothing that lasts: a child that is silent for longer is ended."""
+_ENDED = "the mover process ended"
 _GRACE_S = 1.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -50,12 +51,15 @@ class MoverProcess:
         memory: The file of level 0; opened anew here.
         namespace: The digest that records carry.
         clock: For the pauses between two children.
+        num_threads: Chunks under way at once.
 
     Threads: any. `move` blocks for the medium, all else for 5 s at most. Until a child is ready,
     and for a while after one has died, `move` says that there is none.
     """
 
-    def __init__(self, name: str, memory: SharedMemory, namespace: bytes, clock: Clock) -> None:
+    def __init__(
+        self, name: str, memory: SharedMemory, namespace: bytes, clock: Clock, num_threads: int = 4
+    ) -> None:
         self._name = name
         self._clock = clock
         self._log = SparingLog(_LOG, clock)
@@ -65,6 +69,7 @@ class MoverProcess:
         self._begin: int = whole.__array_interface__["data"][0]
         self._end = self._begin + len(whole)
         self._hello = wire.HELLO.pack(b"h", memory.offset, len(whole), namespace)
+        self._num_threads = num_threads
         self._lock = threading.Lock()
         self._child: _Child | None = None
         self._start_at_s = float("-inf")
@@ -85,20 +90,21 @@ class MoverProcess:
 
     def move(
         self, verb: int, orders: Sequence[Order], segments: Sequence[OpenSegment], *, direct: bool
-    ) -> list[End] | None:
-        """Have `orders` done, at most `wire.MAX_ORDERS`; blocks until they are.
+    ) -> Iterator[list[End]] | None:
+        """Have `orders` done, at most `wire.MAX_ORDERS`.
 
         Args:
             verb: Of `wire.Verb`.
             orders: What to do.
-            segments: Of each; all in use by the caller until this returns.
+            segments: Of each; all in use by the caller until all has ended.
             direct: Whether their slabs bypass the page cache.
 
         Returns:
-            None if there is no process now.
+            None if there is no process now. Else the ends, as they come; blocks for the next, and
+            raises `MoverGone` if there will be none. The buffers are left alone then.
 
         Raises:
-            MoverGone: It ended. The buffers are left alone from now on.
+            MoverGone: It has just ended; nothing was done.
         """
         child = self._find_child()
         if child is None:
@@ -109,16 +115,29 @@ class MoverProcess:
                     if segment.number not in child.attached:
                         self._attach(child, segment)
                 lane = child.idle.pop() if child.idle else child.new_lane()
-            answer = lane.ask(wire.pack_orders(verb, orders, direct=direct))
+            lane.send(wire.pack_orders(verb, orders, direct=direct))
         except MoverGone:
             self._bury(child)
             raise
-        with self._lock:
-            if self._child is child:
-                child.idle.append(lane)
-            else:  # another thread has found it dead
-                lane.close()
-        return wire.unpack_ends(answer)
+        return self._ends(child, lane, len(orders))
+
+    def _ends(self, child: _Child, lane: _Lane, num_left: int) -> Iterator[list[End]]:
+        is_done = False
+        try:
+            while num_left:
+                ends = wire.unpack_ends(lane.receive())
+                num_left -= len(ends)
+                yield ends
+            is_done = True
+        except MoverGone:
+            self._bury(child)
+            raise
+        finally:
+            with self._lock:
+                if is_done and self._child is child:
+                    child.idle.append(lane)
+                else:  # given up, or another thread has found it dead
+                    lane.close()
 
     def detach(self, number: int) -> None:
         """The files of segment `number` are about to be closed here: let go of them there."""
@@ -176,7 +195,7 @@ class MoverProcess:
         self._start_at_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
         try:
-            self._child = _Child(self._hello, self._memory_fd)
+            self._child = _Child(self._hello, self._memory_fd, self._num_threads)
             self._started_s = now_s
         except (OSError, RuntimeError, MoverGone) as exc:
             self._log.warning(
@@ -211,21 +230,26 @@ class MoverProcess:
             )
 
 
-class _Line:
-    """One socket to the child: a question, an answer."""
+class _Lane:
+    """A socket on which one batch at a time is asked for."""
 
     def __init__(self, ours: socket.socket) -> None:
         self._socket = ours
 
-    def ask(self, message: bytes) -> bytes:
-        """Blocks. Raises `MoverGone` if nobody is there any more."""
+    def send(self, message: bytes) -> None:
+        try:
+            self._socket.send(message)
+        except OSError as exc:
+            self._socket.close()
+            raise MoverGone(_ENDED) from exc
+
+    def receive(self) -> bytes:
+        """Blocks."""
         answer = b""
         with suppress(OSError):
-            self._socket.send(message)
             answer = self._socket.recv(wire.MAX_MESSAGE_BYTES)
         if not answer:
-            self._socket.close()
-            raise MoverGone("the mover process ended")
+            raise MoverGone(_ENDED)
         return answer
 
     def close(self) -> None:
@@ -235,15 +259,15 @@ class _Line:
 class _Child:
     """One process; methods but `end` are called under the lock of `MoverProcess`."""
 
-    def __init__(self, hello: bytes, memory_fd: int) -> None:
+    def __init__(self, hello: bytes, memory_fd: int, num_threads: int) -> None:
         self.attached: set[int] = set()
-        self.idle: list[_Line] = []
+        self.idle: list[_Lane] = []
         self.is_ready = False
         with ExitStack() as undo:
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             undo.callback(self._control.close)
             with theirs:
-                self._process = _spawn(theirs.fileno())
+                self._process = _spawn(theirs.fileno(), num_threads)
             undo.callback(self._process.wait)
             undo.callback(self._process.kill)
             socket.send_fds(self._control, [hello], [memory_fd])
@@ -279,9 +303,9 @@ class _Child:
 
     def _check(self, answer: bytes) -> None:
         if answer != b".":
-            raise MoverGone(answer.decode("utf-8", "replace") or "the mover process ended")
+            raise MoverGone(answer.decode("utf-8", "replace") or _ENDED)
 
-    def new_lane(self) -> _Line:
+    def new_lane(self) -> _Lane:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
@@ -289,7 +313,7 @@ class _Child:
             except BaseException:
                 ours.close()
                 raise
-        return _Line(ours)
+        return _Lane(ours)
 
     def end(self) -> int | None:
         """Let it go, or end it; its exit status, None if even that is not possible."""
@@ -306,12 +330,12 @@ class _Child:
         return code
 
 
-def _spawn(fd: int) -> subprocess.Popen[bytes]:
+def _spawn(fd: int, num_threads: int) -> subprocess.Popen[bytes]:
     package = str(Path(undercroft.__file__).parents[1])
     path = os.environ.get("PYTHONPATH")
     env = {**os.environ, **_ONE_THREAD, "PYTHONPATH": f"{package}:{path}" if path else package}
     return subprocess.Popen(  # noqa: S603 - our own module
-        [sys.executable, "-m", "undercroft.tiers.disk.mover_main", str(fd)],
+        [sys.executable, "-m", "undercroft.tiers.disk.mover_main", str(fd), str(num_threads)],
         stdin=subprocess.DEVNULL,
         pass_fds=[fd],
         env=env,

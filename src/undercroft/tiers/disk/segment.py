@@ -269,8 +269,10 @@ class OwnSegment(OpenSegment):
         self.sequences[slot] = sequence
         return may_be_in_use
 
-    def note_change(self, slot: int) -> None:
+    def note_change(self, slot: int, *, is_free: bool) -> None:
         """The entry of `slot` was changed by somebody else, or may have been: it is to be told."""
+        if is_free:
+            self.sequences[slot] = 0
         self._untold.append(slot)
 
     def disk_invalidate(self, files: Files, slot: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from undercroft.clock import Clock
 from undercroft.errors import (
@@ -13,7 +13,7 @@ from undercroft.errors import (
 )
 from undercroft.keys import ChunkKey, Namespace
 from undercroft.log import SparingLog
-from undercroft.tiers.base import Allowance, SharedMemory
+from undercroft.tiers.base import Allowance, Ends, SharedMemory
 from undercroft.tiers.disk.accounts import Accounts
 from undercroft.tiers.disk.buffers import PAGE_BYTES, AlignedPool
 from undercroft.tiers.disk.chunks import Chunks
@@ -30,7 +30,7 @@ from undercroft.tiers.disk.upkeep import EPOCH_AGE_S, Upkeep
 __all__ = ["MIN_CAPACITY_BYTES", "DiskTier"]
 
 MIN_CAPACITY_BYTES = 12 * PAGE_BYTES
-_BATCH_BYTES = 4 << 20
+_BATCH_BYTES = 16 << 20
 """For the mover process: a few messages a second for each GB, and a few ms for each message."""
 
 _LOG = logging.getLogger(__name__)
@@ -125,20 +125,20 @@ class DiskTier:
 
     def read_into(self, key: ChunkKey, out: memoryview) -> bool:
         """See `Tier.read_into`."""
-        return _value(self._chunks.read([(key, out)]))
+        return _only(self._chunks.read([(key, out)]))
 
     def write_from(self, key: ChunkKey, data: memoryview) -> None:
         """See `Tier.write_from`."""
-        _value(self._chunks.write([(key, data, None)]))
+        _only(self._chunks.write([(key, data, None)]))
 
     def write_in_epoch(self, key: ChunkKey, data: memoryview, epoch: int) -> bool:
         """See `Epochal.write_in_epoch`."""
-        return _value(self._chunks.write([(key, data, epoch)]))
+        return _only(self._chunks.write([(key, data, epoch)]))
 
     def delete(self, key: ChunkKey) -> None:
         """See `Tier.delete`. A chunk that another process owns is forgotten here only."""
         self._upkeep.check_open()
-        self._chunks.delete(key)
+        _only(self._chunks.delete([key]))
 
     def close(self) -> None:
         """See `Tier.close`. Flushes first."""
@@ -180,15 +180,20 @@ class DiskTier:
         """See `Batched.batch_bytes`: threads gain nothing by it."""
         return 0 if self._mover is None else _BATCH_BYTES
 
-    def read_many(self, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> list[bool | Exception]:
+    def read_many(self, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> Iterator[Ends]:
         """See `Batched.read_many`."""
         return self._chunks.read(wanted)
 
     def write_many(
         self, given: Sequence[tuple[ChunkKey, memoryview, int | None]]
-    ) -> list[bool | Exception]:
+    ) -> Iterator[Ends]:
         """See `Batched.write_many`."""
         return self._chunks.write(given)
+
+    def delete_many(self, keys: Sequence[ChunkKey]) -> Iterator[Ends]:
+        """See `Batched.delete_many`."""
+        self._upkeep.check_open()
+        return self._chunks.delete(keys)
 
     def describe(self) -> str:
         """See `Described.describe`."""
@@ -321,9 +326,9 @@ class DiskTier:
             self._upkeep.flush()
 
 
-def _value(ends: list[bool | Exception]) -> bool:
+def _only(ends: Iterator[Ends]) -> bool:
     """Of a single chunk."""
-    end = ends[0]
+    ((_, end),) = [end for some in ends for end in some]
     if isinstance(end, Exception):
         raise end
     return end

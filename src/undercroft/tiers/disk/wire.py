@@ -4,7 +4,8 @@ Each message is one datagram that comes whole (`SOCK_SEQPACKET`):
 
 - *control*: `HELLO`, `LANE`, `ATTACH`, `DETACH`, each answered by a full stop or by a reason.
   Files travel with them, as descriptors.
-- *a lane*, one for each thread that waits: a batch of orders, and their ends in the same order.
+- *a lane*, one for each thread that waits: a batch of orders, then their ends as they come, in one
+  message or several.
 
 Both sides are one release of this library, started together: no version, no negotiation. Nothing
 here is read from a disk.
@@ -44,13 +45,13 @@ ATTACH = struct.Struct("<cQQ")  # "a", segment number, record bytes
 DETACH = struct.Struct("<cQ")  # "d", segment number
 _BATCH = struct.Struct("<BBH")  # verb, direct, number of orders
 _ORDER = struct.Struct("<QIQQQQBB64s")
-_END = struct.Struct("<BiQH")
+_END = struct.Struct("<HBiQH")
 
 
 class Verb:
     """What a batch asks for."""
 
-    READ, WRITE = 0, 1
+    READ, WRITE, FREE = range(3)
 
 
 class Status:
@@ -60,7 +61,7 @@ class Status:
 
 
 class Order(NamedTuple):
-    """One record to read or to write.
+    """One record to read or to write, or one entry to free.
 
     Args:
         segment: The number it was attached under.
@@ -88,12 +89,14 @@ class End(NamedTuple):
     """How an order ended.
 
     Args:
+        number: Which of its batch, from 0 on.
         status: One of `Status`.
         code: The `errno` of `Status.FAILED`.
         written_bytes: To the medium, in whole pages.
         text: What went wrong.
     """
 
+    number: int
     status: int
     code: int = 0
     written_bytes: int = 0
@@ -124,11 +127,11 @@ def unpack_orders(message: bytes) -> tuple[int, bool, list[Order]]:
 
 
 def pack_ends(ends: Iterable[End]) -> bytes:
-    """The ends of a batch as a message."""
+    """Ends as a message."""
     parts = []
-    for status, code, written_bytes, text in ends:
+    for number, status, code, written_bytes, text in ends:
         told = text.encode("utf-8", "replace")[:_MAX_TEXT_BYTES]
-        parts += [_END.pack(status, code, written_bytes, len(told)), told]
+        parts += [_END.pack(number, status, code, written_bytes, len(told)), told]
     return b"".join(parts)
 
 
@@ -136,9 +139,9 @@ def unpack_ends(message: bytes) -> list[End]:
     """What `pack_ends` packed."""
     ends, at = [], 0
     while at < len(message):
-        status, code, written_bytes, length = _END.unpack_from(message, at)
+        number, status, code, written_bytes, length = _END.unpack_from(message, at)
         at += _END.size
         text = message[at : at + length].decode("utf-8", "replace")
         at += length
-        ends.append(End(status, code, written_bytes, text))
+        ends.append(End(number, status, code, written_bytes, text))
     return ends

@@ -8,13 +8,14 @@ import hashlib
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tests.engines.vllm.lab.driver import Driver
 from tests.engines.vllm.lab.storm import core_of, manager_of
 from undercroft.hierarchy.request import Lookup, Request
 from undercroft.keys import ChunkKey
+from undercroft.tiers.base import Ends
 
 _CHUNKS_A_READER = 8
 
@@ -29,25 +30,43 @@ class _Sleepy:
     def __init__(self, tier: Any) -> None:
         self.asleep = False
         self._lock = threading.Lock()
-        for name in ("read_into", "write_in_epoch", "read_many", "write_many"):
-            setattr(tier, name, self._timed(getattr(tier, name), is_many=name.endswith("many")))
+        for name in ("read_into", "write_in_epoch"):
+            setattr(tier, name, self._timed(getattr(tier, name)))
+        for name in ("read_many", "write_many"):
+            setattr(tier, name, self._timed_many(getattr(tier, name)))
 
-    def _timed(self, verb: Callable[..., Any], *, is_many: bool) -> Callable[..., Any]:
+    def _timed(self, verb: Callable[..., bool]) -> Callable[..., bool]:
         spent = [0.0, 0]
 
-        def call(*arguments: Any) -> Any:
-            num_chunks = len(arguments[0]) if is_many else 1
+        def call(*arguments: Any) -> bool:
             if self.asleep:
-                time.sleep(num_chunks * spent[0] / max(spent[1], 1))
-                return [True] * num_chunks if is_many else True
+                time.sleep(spent[0] / max(spent[1], 1))
+                return True
             begun = time.perf_counter()
             done = verb(*arguments)
-            with self._lock:
-                spent[0] += time.perf_counter() - begun
-                spent[1] += num_chunks
+            self._note(spent, begun, 1)
             return done
 
         return call
+
+    def _timed_many(self, verb: Callable[..., Iterator[Ends]]) -> Callable[..., Iterator[Ends]]:
+        spent = [0.0, 0]
+
+        def call(chunks: Sequence[Any]) -> Iterator[Ends]:
+            if self.asleep:
+                time.sleep(len(chunks) * spent[0] / max(spent[1], 1))
+                yield [(number, True) for number in range(len(chunks))]
+                return
+            begun = time.perf_counter()
+            yield from verb(chunks)
+            self._note(spent, begun, len(chunks))
+
+        return call
+
+    def _note(self, spent: list[Any], begun: float, num_chunks: int) -> None:
+        with self._lock:
+            spent[0] += time.perf_counter() - begun
+            spent[1] += num_chunks
 
 
 class Saturation:
@@ -127,6 +146,12 @@ def by_threads(saturation: Saturation, *, yes: bool) -> None:
     tier._chunks._mover = None if yes else tier._mover
 
 
+def _cpu_s(saturation: Saturation) -> float:
+    """Processor time of the mover threads: most of it they hold the interpreter's lock."""
+    threads = list(saturation.level.transfers._crew.threads)
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(t.ident)) for t in threads if t.ident)
+
+
 def steps(
     driver: Driver,
     *,
@@ -153,7 +178,7 @@ def steps(
     by_threads(saturation, yes=threads)
     warm = num_steps // 10 + 5
     taken: list[float] = []
-    moved = begun_s = 0.0
+    moved = begun_s = cpu_s = 0.0
     results: list[dict[str, Any]] = [{} for _ in range(num_requests)]
     running: dict[str, dict[str, Any]] = {}
     for index in range(num_requests):
@@ -163,9 +188,10 @@ def steps(
     plain = core.step_fn
 
     def timed() -> Any:
-        nonlocal moved, begun_s
+        nonlocal moved, begun_s, cpu_s
         if len(taken) == warm:
             moved, begun_s = saturation.moved_bytes, time.perf_counter()
+            cpu_s = _cpu_s(saturation)
         begun = time.perf_counter()
         if saturated:
             saturation.step()
@@ -179,6 +205,7 @@ def steps(
             driver.llm.llm_engine.step()
     finally:
         core.step_fn = plain
+    cpu = _cpu_s(saturation) - cpu_s
     seconds, moved = time.perf_counter() - begun_s, saturation.moved_bytes - moved
     driver.llm.llm_engine.abort_request(list(running))
     saturation.end()
@@ -189,4 +216,5 @@ def steps(
         "p99": steady[int(0.99 * len(steady))],
         "moved_bytes": moved,
         "seconds": seconds,
+        "cpu": cpu,
     }
