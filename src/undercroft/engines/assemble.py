@@ -29,7 +29,7 @@ from undercroft.keys import ChunkKey, Namespace
 from undercroft.plugins import find
 from undercroft.settings import Settings, TierSettings, with_capacity
 from undercroft.settings.schema import FAULTY
-from undercroft.tiers.base import SharedMemory, Tier
+from undercroft.tiers.base import Batched, SharedMemory, Tier
 from undercroft.tiers.disk.history import HistoryFile, history_bytes
 from undercroft.tiers.disk.names import ROOT_NAME
 
@@ -41,6 +41,8 @@ _SMALL_CHUNK_BYTES = 1 << 20
 _NUM_THREADS, _NUM_THREADS_SMALL = 4, 8
 """Small chunks spend as long on checksums and bookkeeping as in the device: more of them are under
 way at once (docs/explanation/design/0002-disk-layout.md)."""
+_NUM_WAITING = 3
+"""Where others move the bytes: two for reads, and one that writes and deletes leave to them."""
 _QUEUED_CHUNKS_PER_SLOT = 4
 
 
@@ -313,7 +315,7 @@ def _level(
         transfers=Transfers(
             tier,
             clock=clock,
-            num_threads=_num_threads(tier_settings, geometry),
+            num_threads=_num_threads(tier, tier_settings, geometry),
             max_queued_write_bytes=max_queued,
         ),
         slot_bytes=geometry.slot_bytes,
@@ -330,7 +332,9 @@ def _level(
     )
 
 
-def _num_threads(settings: TierSettings, geometry: Geometry) -> int:
+def _num_threads(tier: Tier, settings: TierSettings, geometry: Geometry) -> int:
+    if isinstance(tier, Batched) and tier.batch_bytes:
+        return _NUM_WAITING
     small = max(geometry.slot_bytes) < _SMALL_CHUNK_BYTES
     return int(settings.options.get("num_threads", _NUM_THREADS_SMALL if small else _NUM_THREADS))
 
@@ -384,6 +388,7 @@ def make_tier(
         "clock": clock,
         "num_replicas": num_replicas,
         "memory": memory,
+        "num_threads": int(settings.options.get("num_threads", _NUM_THREADS)),
     }
     what = f"tier {settings.name} (type {settings.type})"
     make = find("tiers", settings.type)

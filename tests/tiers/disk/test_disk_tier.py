@@ -369,7 +369,7 @@ def test_no_slot_is_reused_under_its_reader(tmp_path: Path) -> None:
         put(tier, 100)
     out = bytearray(4096)
     read = _Read(key(0), segment, slot, epoch, memoryview(out))
-    assert tier._chunks._moved([read], Verb.READ) == [None]
+    assert list(tier._chunks._moved({0: read}, Verb.READ)) == [[(0, None)]]
     assert bytes(out) == content(key(0))
     tier._chunks._leave(segment, slot)
     assert tier.free_chunks(4096) == 1

@@ -201,7 +201,7 @@ class MoverProcess:
             self._log.warning(
                 "disk tier %r: no mover process (%s): threads move its chunks, which slows steps",
                 self._name,
-                exc,
+                str(exc),  # kept by a log record, the exception would keep buffers
             )
 
     def _attach(self, child: _Child, segment: OpenSegment) -> None:

@@ -54,6 +54,7 @@ class DiskTier:
             included; None: as much as they like. See `Budgeted`. Give every process the same.
         memory: Level 0, if it lies in a file: its bytes are then moved by a process of the tier's
             own, see `undercroft.tiers.disk.mover`.
+        num_threads: Of that process.
         files: The system calls; tests replace them, and there is no process then.
 
     Raises:
@@ -78,6 +79,7 @@ class DiskTier:
         flush_interval_s: float = 1.0,
         write_budget_bytes: int | None = None,
         memory: SharedMemory | None = None,
+        num_threads: int = 4,
         files: Files | None = None,
     ) -> None:
         for setting, value, least in (
@@ -111,7 +113,7 @@ class DiskTier:
                 self._upkeep.attach()
             except (TierUnavailable, TierFull) as exc:
                 _LOG.warning("disk tier %r starts without its disk: %s", name, exc)
-        self._mover = self._start_mover(memory) if files is None else None
+        self._mover = self._start_mover(memory, num_threads) if files is None else None
         self._chunks = Chunks(name, self._keeper, self._upkeep, clock, self._mover)
         self._accounts = Accounts(name, self._keeper, clock, write_budget_bytes)
         self._accounts.sync()
@@ -158,11 +160,11 @@ class DiskTier:
                 self._accounts.close()
                 self._detach()
 
-    def _start_mover(self, memory: SharedMemory | None) -> MoverProcess | None:
+    def _start_mover(self, memory: SharedMemory | None, num_threads: int) -> MoverProcess | None:
         if memory is None:
             return None
         try:
-            return MoverProcess(self.name, memory, self.namespace.digest, self._clock)
+            return MoverProcess(self.name, memory, self.namespace.digest, self._clock, num_threads)
         except OSError as exc:
             _LOG.warning("disk tier %r: threads move its chunks: %s", self.name, exc)
             return None
