@@ -30,7 +30,7 @@ from undercroft.tiers.disk.upkeep import EPOCH_AGE_S, Upkeep
 __all__ = ["MIN_CAPACITY_BYTES", "DiskTier"]
 
 MIN_CAPACITY_BYTES = 12 * PAGE_BYTES
-_BATCH_BYTES = 16 << 20
+_BATCH_BYTES = 4 << 20
 """For the mover process: a few messages a second for each GB, and a few ms for each message."""
 
 _LOG = logging.getLogger(__name__)
