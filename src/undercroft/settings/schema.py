@@ -214,6 +214,7 @@ KEYS: Mapping[str, Key] = _table(
     Key("promote_deadline_s", seconds, "2", "Longest wait for a chunk to come up from a tier."),
     Key("drain_deadline_s", seconds, "1", "Longest wait for lower levels to take a reset."),
     Key("shutdown_deadline_s", seconds, "3", "Longest wait for transfers under way at the end."),
+    Key("open_deadline_s", seconds, "60", "Longest wait for a tier to open at the start."),
     Key("join_deadline_s", seconds, "60", "Longest wait for all ranks to join host memory."),
     Key(
         "restore_share_ratio", ratio, "1", "Share of host memory that promotions may hold at once."
