@@ -8,6 +8,7 @@ LEVELS = {"info", "warning", "error", "exception", "critical", "log"}
 ONCE = "once in a process's life"
 SEEN = {
     "tier %s is left out: %s": ONCE,
+    "disk tier %r: threads move its chunks: %s": ONCE,
     "fault while looking at pages": ONCE,
     "internal fault, the cache is off until": ONCE,
     "fault while shutting down": ONCE,

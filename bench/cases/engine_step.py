@@ -166,7 +166,7 @@ def _engine(nursery: Nursery, model: Path, blocks_per_chunk: int, folder: Path) 
             **OFFLOADER,
             "host": "384MiB",
             "blocks_per_chunk": blocks_per_chunk,
-            "tiers": [disk | {"free_space_floor": 0}],
+            "tiers": [disk | {"free_space_floor": 0, "mover_process": True}],
         },
         max_model_len=2048,
         max_num_batched_tokens=2048,

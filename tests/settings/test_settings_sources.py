@@ -271,6 +271,7 @@ def test_tier_options_are_parsed() -> None:
         "direct": "no",
         "write_rate": "200MiB",
         "write_budget": "500GiB",
+        "mover_process": "yes",
     }
     assert set(written) == set(TIER_KEYS) | set(TIER_OPTIONS["disk"])
     (tier,) = load({"host": 1, "tiers": [written]}).tiers
@@ -282,6 +283,7 @@ def test_tier_options_are_parsed() -> None:
         "num_threads": 4,
         "direct": False,
         "write_budget": 500 * GIB,
+        "mover_process": True,
     }
     assert tier.write_rate_bytes == 200 << 20
 

@@ -268,6 +268,12 @@ TIER_OPTIONS: Mapping[str, Mapping[str, Key]] = {
         Key(
             "direct", flag, "where possible", "Bypass the page cache where the file system lets us."
         ),
+        Key(
+            "mover_process",
+            flag,
+            "false",
+            "Read and write in a process of the tier's own, rather than in the engine's.",
+        ),
     ),
     FAULTY: _table(
         Key("control", text, "required", "File that says what goes wrong on purpose."),

@@ -53,7 +53,7 @@ class Level0:
 @contextmanager
 def moved(path: Path, level_0: Level0, **settings: Any) -> Iterator[DiskTier]:
     """A tier whose mover process is ready."""
-    tier = disk(path, memory=level_0.memory, **settings)
+    tier = disk(path, mover_process=True, memory=level_0.memory, **settings)
     try:
         wait_for_process(tier)
         yield tier
@@ -260,7 +260,7 @@ def test_it_is_killed_and_nothing_is_lost(tmp_path: Path, level_0: Level0) -> No
 
 def test_closing_ends_a_process_that_hangs(tmp_path: Path, level_0: Level0) -> None:
     """Whoever waits for it comes back, and its buffers are let go for certain."""
-    tier = disk(tmp_path, memory=level_0.memory)
+    tier = disk(tmp_path, mover_process=True, memory=level_0.memory)
     pid = wait_for_process(tier)
     write(tier, level_0, range(4))
     os.kill(pid, signal.SIGSTOP)
@@ -286,7 +286,9 @@ def test_there_is_none_to_be_had(
     for program in ("/bin/false", "/nowhere"):
         caplog.clear()
         monkeypatch.setattr(sys, "executable", program)
-        tier = disk(tmp_path / program[1:].replace("/", "-"), memory=level_0.memory)
+        tier = disk(
+            tmp_path / program[1:].replace("/", "-"), mover_process=True, memory=level_0.memory
+        )
         for _ in range(20):
             write(tier, level_0, range(4))
             assert read(tier, level_0, range(4)) == [True] * 4
@@ -313,7 +315,7 @@ import sys, time
 from tests.tiers.disk.test_disk_mover import Level0, wait_for_process, write
 from tests.tiers.disk.support import disk
 level_0 = Level0()
-tier = disk(sys.argv[1], memory=level_0.memory)
+tier = disk(sys.argv[1], mover_process=True, memory=level_0.memory)
 pid = wait_for_process(tier)
 write(tier, level_0, range(16))
 print(pid, flush=True)
@@ -356,7 +358,7 @@ def test_its_environment(tmp_path: Path, level_0: Level0) -> None:
 
 def test_no_mover_process_where_system_calls_are_replaced(tmp_path: Path, level_0: Level0) -> None:
     """Faults that tests put there would not be seen by another process."""
-    tier = disk(tmp_path, memory=level_0.memory, files=Files())
+    tier = disk(tmp_path, mover_process=True, memory=level_0.memory, files=Files())
     assert tier._mover is None
     assert tier.batch_bytes == 0
     tier.close()
@@ -374,7 +376,9 @@ class Model:
         self.there: set[int] = set()
 
     def opened(self) -> DiskTier:
-        return disk(self.path, memory=self.level_0.memory, capacity_bytes=self.capacity)
+        return disk(
+            self.path, mover_process=True, memory=self.level_0.memory, capacity_bytes=self.capacity
+        )
 
     def some(self) -> list[int]:
         return self.rng.sample(self.universe, self.rng.randint(1, 90))

@@ -52,8 +52,9 @@ class DiskTier:
         flush_interval_s: At most this much of the latest stores is lost when the power fails.
         write_budget_bytes: What all processes together should write here in a day, restarts
             included; None: as much as they like. See `Budgeted`. Give every process the same.
-        memory: Level 0, if it lies in a file: its bytes are then moved by a process of the tier's
-            own, see `undercroft.tiers.disk.mover`.
+        mover_process: Whether a process of the tier's own moves the bytes, if `memory` is given;
+            see `undercroft.tiers.disk.mover`.
+        memory: Level 0, if it lies in a file.
         num_threads: Of that process.
         files: The system calls; tests replace them, and there is no process then.
 
@@ -78,6 +79,7 @@ class DiskTier:
         direct: bool | None = None,
         flush_interval_s: float = 1.0,
         write_budget_bytes: int | None = None,
+        mover_process: bool = False,
         memory: SharedMemory | None = None,
         num_threads: int = 4,
         files: Files | None = None,
@@ -113,7 +115,9 @@ class DiskTier:
                 self._upkeep.attach()
             except (TierUnavailable, TierFull) as exc:
                 _LOG.warning("disk tier %r starts without its disk: %s", name, exc)
-        self._mover = self._start_mover(memory, num_threads) if files is None else None
+        self._mover: MoverProcess | None = None
+        if mover_process and files is None:
+            self._mover = self._start_mover(memory, num_threads)
         self._chunks = Chunks(name, self._keeper, self._upkeep, clock, self._mover)
         self._accounts = Accounts(name, self._keeper, clock, write_budget_bytes)
         self._accounts.sync()
