@@ -15,7 +15,7 @@ import pytest
 from undercroft.errors import ConfigError, CorruptChunk, TierClosed, TierFull
 from undercroft.keys import ChunkKey, Namespace
 from undercroft.tiers.base import Bounded, Epochal, Indexed, Tier
-from undercroft.tiers.disk.chunks import _Read
+from undercroft.tiers.disk.items import Read
 from undercroft.tiers.disk.wire import Verb
 
 from .support import ManualClock, content, disk, du, files, get, key, open_files, put, right
@@ -368,7 +368,7 @@ def test_no_slot_is_reused_under_its_reader(tmp_path: Path) -> None:
     with pytest.raises(TierFull):
         put(tier, 100)
     out = bytearray(4096)
-    read = _Read(key(0), segment, slot, epoch, memoryview(out))
+    read = Read(key(0), segment, slot, epoch, memoryview(out))
     assert list(tier._chunks._moved({0: read}, Verb.READ)) == [[(0, None)]]
     assert bytes(out) == content(key(0))
     tier._chunks._leave(segment, slot)

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
 from undercroft.clock import Clock
 from undercroft.errors import (
-    Bug,
     ConfigError,
     CorruptChunk,
     FormatTooNew,
@@ -30,102 +28,23 @@ from undercroft.tiers.disk.files import translate
 from undercroft.tiers.disk.foreign import ForeignSegment
 from undercroft.tiers.disk.ground import Ground
 from undercroft.tiers.disk.holdings import Reservation
+from undercroft.tiers.disk.items import Free, Read, Stale, Write, error_of, fits
 from undercroft.tiers.disk.keeper import Keeper
 from undercroft.tiers.disk.mover import MoverGone, MoverProcess
 from undercroft.tiers.disk.records import record_bytes
 from undercroft.tiers.disk.segment import OpenSegment, OwnSegment
 from undercroft.tiers.disk.table import pack_entry
 from undercroft.tiers.disk.upkeep import Upkeep
-from undercroft.tiers.disk.wire import End, Order, Status, Verb
+from undercroft.tiers.disk.wire import End, Status, Verb
 
 __all__ = ["Chunks"]
 
 _FULL_AGE_S = 0.1
 _MAX_SUSPECTS = 1024
 _MAX_GROWTHS = 8
-_NOTHING = memoryview(b"")
 
 
-class _Stale(Exception):
-    """The entry of a foreign slot is of another chunk by now."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A chunk to read, its slot pinned."""
-
-    key: bytes
-    segment: OpenSegment
-    slot: int
-    epoch: int
-    buffer: memoryview
-
-    def order(self, place: int) -> Order:
-        return Order(
-            segment=self.segment.number,
-            slot=self.slot,
-            place=place,
-            num_bytes=len(self.buffer),
-            epoch=self.epoch,
-            sequence=0,
-            checks_entry=isinstance(self.segment, ForeignSegment),
-            key=self.key,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Write:
-    """A chunk to write, its slot reserved."""
-
-    key: bytes
-    taken: Reservation
-    buffer: memoryview
-
-    @property
-    def segment(self) -> OwnSegment:
-        return self.taken.segment
-
-    @property
-    def slot(self) -> int:
-        return self.taken.slot
-
-    def order(self, place: int) -> Order:
-        taken = self.taken
-        return Order(
-            segment=taken.segment.number,
-            slot=taken.slot,
-            place=place,
-            num_bytes=len(self.buffer),
-            epoch=taken.epoch,
-            sequence=taken.sequence,
-            checks_entry=taken.segment.expect(taken.slot, taken.sequence),
-            key=self.key,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Free:
-    """A chunk that is forgotten, its slot still pinned: the entry is to be freed."""
-
-    key: bytes
-    segment: OwnSegment
-    slot: int
-    buffer: memoryview = _NOTHING
-
-    def order(self, place: int) -> Order:
-        return Order(
-            segment=self.segment.number,
-            slot=self.slot,
-            place=place,
-            num_bytes=0,
-            epoch=0,
-            sequence=0,
-            checks_entry=False,
-            key=self.key,
-        )
-
-
-_I = TypeVar("_I", _Read, _Write, _Free)
+_I = TypeVar("_I", Read, Write, Free)
 _T = TypeVar("_T")
 
 
@@ -169,35 +88,35 @@ class Chunks:
         if not self._upkeep.tend():
             yield [(index, False) for index in range(len(wanted))]
             return
-        reads: dict[int, _Read] = {}
+        reads: dict[int, Read] = {}
         absent: Ends = []
         for index, (key, out) in enumerate(wanted):
             found = self._holdings.pin(key)
             if found is None:
                 absent.append((index, False))
             else:
-                reads[index] = _Read(key, *found, flat(out))
+                reads[index] = Read(key, *found, _flat(out))
         yield from self._ended(absent, reads, Verb.READ, self._end_read)
 
-    def _read_here(self, read: _Read) -> None:
+    def _read_here(self, read: Read) -> None:
         segment, slot, key, out = read.segment, read.slot, read.key, read.buffer
         if isinstance(segment, ForeignSegment) and not segment.disk_holds(self._files, slot, key):
-            raise _Stale
+            raise Stale
         segment.check_length(record_bytes(len(out)))
         self._records.read(segment.slab_fd, segment.slab_offset(slot), key, read.epoch, out)
 
-    def _end_read(self, read: _Read, error: Exception | None) -> bool:
+    def _end_read(self, read: Read, error: Exception | None) -> bool:
         try:
             return self._book_read(read, error)
         finally:
             self._leave(read.segment, read.slot)
 
-    def _book_read(self, read: _Read, error: Exception | None) -> bool:
+    def _book_read(self, read: Read, error: Exception | None) -> bool:
         segment, slot, key = read.segment, read.slot, read.key
         if error is None:
             self._suspects.discard(key)
             return True
-        if isinstance(error, _Stale):
+        if isinstance(error, Stale):
             self.counts["stale_reads"] += 1
             self._forget(segment, slot, key)
             return False
@@ -252,7 +171,7 @@ class Chunks:
                     end(item, TierUnavailable("given up", tier=self._name))
 
     def _moved(
-        self, items: Mapping[int, _Read | _Write | _Free], verb: int
+        self, items: Mapping[int, Read | Write | Free], verb: int
     ) -> Iterator[list[tuple[int, Exception | None]]]:
         there = self._begun_there(list(items.values()), verb)
         if there is None:
@@ -267,7 +186,7 @@ class Chunks:
                 for end in ends:
                     del left[indices[end.number]]
                     self._note_moved(items[indices[end.number]], verb, end.status)
-                yield [(indices[end.number], _error_of(end)) for end in ends]
+                yield [(indices[end.number], error_of(end)) for end in ends]
         except MoverGone as exc:
             failure = exc
         if left:
@@ -276,17 +195,17 @@ class Chunks:
                 self._note_moved(items[index], verb, Status.FAILED)
             yield [(index, error) for index in left]
 
-    def _note_moved(self, item: _Read | _Write | _Free, verb: int, status: int) -> None:
+    def _note_moved(self, item: Read | Write | Free, verb: int, status: int) -> None:
         """The mover process may have changed an entry."""
         segment = item.segment
         if verb != Verb.READ and isinstance(segment, OwnSegment):
             segment.note_change(item.slot, is_free=verb == Verb.FREE and status == Status.DONE)
 
-    def _moved_here(self, item: _Read | _Write | _Free) -> Exception | None:
+    def _moved_here(self, item: Read | Write | Free) -> Exception | None:
         try:
-            if isinstance(item, _Read):
+            if isinstance(item, Read):
                 self._read_here(item)
-            elif isinstance(item, _Write):
+            elif isinstance(item, Write):
                 self._write_here(item)
             elif isinstance(item.segment, OwnSegment):
                 item.segment.disk_invalidate(self._files, item.slot)
@@ -295,7 +214,7 @@ class Chunks:
         return None
 
     def _begun_there(
-        self, items: Sequence[_Read | _Write | _Free], verb: int
+        self, items: Sequence[Read | Write | Free], verb: int
     ) -> Iterator[list[End]] | None:
         """Asked of the mover process; None if there is none, or some bytes are elsewhere."""
         mover = self._mover
@@ -303,7 +222,7 @@ class Chunks:
             return None
         places = [0] * len(items)
         if verb != Verb.FREE:
-            places = [mover.place_of(item.buffer) if _fits(item) else -1 for item in items]
+            places = [mover.place_of(item.buffer) if fits(item) else -1 for item in items]
         if min(places) < 0:
             return None
         orders = [item.order(place) for item, place in zip(items, places, strict=True)]
@@ -318,16 +237,16 @@ class Chunks:
     def write(self, given: Sequence[tuple[bytes, memoryview, int | None]]) -> Iterator[Ends]:
         """See `Batched.write_many`."""
         settled: Ends = []
-        writes: dict[int, _Write] = {}
+        writes: dict[int, Write] = {}
         for index, (key, data, epoch) in enumerate(given):
-            planned = _value(self._plan_write, key, flat(data), epoch)
-            if isinstance(planned, _Write):
+            planned = _value(self._plan_write, key, _flat(data), epoch)
+            if isinstance(planned, Write):
                 writes[index] = planned
             else:
                 settled.append((index, planned))
         yield from self._ended(settled, writes, Verb.WRITE, self._end_write)
 
-    def _plan_write(self, key: bytes, data: memoryview, epoch: int | None) -> _Write | bool:
+    def _plan_write(self, key: bytes, data: memoryview, epoch: int | None) -> Write | bool:
         """A slot for the chunk; True if it is there already, False if its epoch is over."""
         if not 1 <= len(key) <= MAX_KEY_BYTES:
             raise ConfigError(
@@ -343,7 +262,7 @@ class Chunks:
         if not is_ours:
             return True
         taken = taken or self._reserve(size, key)
-        write = _Write(key, taken, data)
+        write = Write(key, taken, data)
         if epoch not in {None, taken.epoch}:  # raised since: the record would be of the new one
             self._abandon(write)
             return False
@@ -385,7 +304,7 @@ class Chunks:
                 f"{self._name} is full, as it was a moment ago", tier=self._name, key=key
             )
 
-    def _write_here(self, write: _Write) -> None:
+    def _write_here(self, write: Write) -> None:
         """Free the slot's entry, write the record, then the entry that speaks of it."""
         segment, taken, key, data = write.segment, write.taken, write.key, write.buffer
         slot, stamp = taken.slot, (taken.epoch, taken.sequence)
@@ -394,7 +313,7 @@ class Chunks:
         entry = pack_entry(slot, key, *stamp, len(data), self._records.namespace)
         segment.disk_publish(self._files, slot, entry, taken.sequence)
 
-    def _end_write(self, write: _Write, error: Exception | None) -> bool:
+    def _end_write(self, write: Write, error: Exception | None) -> bool:
         if error is None:
             if not self._holdings.settle(write.taken, write.key, len(write.buffer)):
                 self._finish(write.segment)
@@ -405,7 +324,7 @@ class Chunks:
             raise self._translate(error, "write a chunk", write.key) from error
         raise error
 
-    def _abandon(self, write: _Write) -> None:
+    def _abandon(self, write: Write) -> None:
         if not self._holdings.abandon(write.taken, write.key):
             self._finish(write.segment)
 
@@ -422,20 +341,20 @@ class Chunks:
     def delete(self, keys: Sequence[bytes]) -> Iterator[Ends]:
         """See `Batched.delete_many`. What another process owns is forgotten here only."""
         absent: Ends = []
-        frees: dict[int, _Free] = {}
+        frees: dict[int, Free] = {}
         for index, key in enumerate(keys):
             while (found := self._holdings.pin(key)) is not None:
                 segment, slot, _ = found
                 is_news = self._holdings.forget(key, segment, slot)
                 if is_news and isinstance(segment, OwnSegment) and index not in frees:
-                    frees[index] = _Free(key, segment, slot)
+                    frees[index] = Free(key, segment, slot)
                 else:
                     self._leave(segment, slot)
             if index not in frees:
                 absent.append((index, True))
         yield from self._ended(absent, frees, Verb.FREE, self._end_free)
 
-    def _end_free(self, free: _Free, error: Exception | None) -> bool:
+    def _end_free(self, free: Free, error: Exception | None) -> bool:
         try:
             if isinstance(error, OSError):
                 raise self._translate(error, "delete a chunk", free.key) from error
@@ -478,25 +397,6 @@ def _value(function: Callable[..., _T], *arguments: object) -> _T | Exception:
         return exc
 
 
-def _fits(item: _Read | _Write | _Free) -> bool:
-    return record_bytes(len(item.buffer)) == item.segment.header.record_bytes
-
-
-def _error_of(end: End) -> Exception | None:
-    """What `_moved_here` would have given."""
-    if end.status == Status.DONE:
-        return None
-    if end.status == Status.FAILED:
-        return OSError(end.code, end.text)
-    if end.status == Status.CORRUPT:
-        return CorruptChunk(end.text)
-    if end.status == Status.TOO_NEW:
-        return FormatTooNew(end.text)
-    if end.status == Status.STALE:
-        return _Stale()
-    return Bug(f"in the mover process: {end.text}")
-
-
-def flat(buffer: memoryview) -> memoryview:
+def _flat(buffer: memoryview) -> memoryview:
     """`buffer` as plain bytes."""
     return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
