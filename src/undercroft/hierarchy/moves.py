@@ -115,6 +115,11 @@ class MoveQueue:
         return self._writes.num_in - self._writes.num_out
 
     @property
+    def read_bytes(self) -> int:
+        """Bytes of the reads that have not started."""
+        return self._reads.num_bytes_in - self._reads.num_bytes_out
+
+    @property
     def write_bytes(self) -> int:
         """Bytes of the writes that have not started."""
         return self._writes.num_bytes_in - self._writes.num_bytes_out

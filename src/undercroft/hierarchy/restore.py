@@ -339,7 +339,7 @@ class Restores:
             request.num_promoted_before = len(request.promoted)
             predicted_s = 0.0
             for promotion in started:
-                s_per_byte = promotion.level.transfers.s_per_byte(Op.READ) or 0.0
+                s_per_byte = promotion.level.transfers.speeds.average(Op.READ) or 0.0
                 predicted_s += s_per_byte * self._pool.slots.size(promotion.slot)
             most_s = MOST_DEADLINES * self.deadline_s
             deadline_s = now_s + min(most_s, max(self.deadline_s, 2 * predicted_s))
