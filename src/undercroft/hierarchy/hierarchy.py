@@ -49,6 +49,8 @@ class Limits:
         shutdown_deadline_s: How long `close` may block.
         restore_share_ratio: The part of level 0 that restores may hold at once.
         max_cascade_waiting: Chunks that may wait for their turn to be copied down.
+        load_margin: Reading is given up if it is predicted to take so many times longer than
+            computing, once both speeds are known; None: never.
     """
 
     promote_deadline_s: float = 2.0
@@ -56,6 +58,7 @@ class Limits:
     shutdown_deadline_s: float = 3.0
     restore_share_ratio: float = 1.0
     max_cascade_waiting: int = 65536
+    load_margin: float | None = 1.5
 
 
 class Hierarchy:
@@ -119,6 +122,7 @@ class Hierarchy:
             num_busy_slots=self._num_busy_slots,
             on_arrival=lambda key: self.events.add(LEVEL_0, key, removed=False),
             counters=counters,
+            load_margin=limits.load_margin,
         )
         self.ahead = Ahead(self.pool, self.restores)
         self.cascade = Cascade(
@@ -195,8 +199,11 @@ class Hierarchy:
 
     def _lookup_filling(self, key: ChunkKey, request: Request) -> Lookup:
         if request.denies(key) or self._expired(request):
-            level = self.restores.source_of(key) or LEVEL_0
-            return self._miss(key, request, level, "deadline")
+            level = self.restores.source_of(key)
+            is_skipped = level and request.why_denied == "too_slow" and request.denies(key)
+            return self._miss(
+                key, request, level or LEVEL_0, "too_slow" if is_skipped else "deadline"
+            )
         self.restores.join(key, request)
         return self._pending(key, request, Answer.COMING)
 
@@ -207,7 +214,7 @@ class Hierarchy:
         if level is None:
             return self._miss(key, request, *self.restores.why_absent(key))
         if request.denies(key):
-            return self._miss(key, request, level.name, "not_restored")
+            return self._miss(key, request, level.name, request.why_denied)
         if key in request.promoted:
             return self._miss(key, request, level.name, "evicted_again")
         if self._expired(request):

@@ -132,39 +132,30 @@ class Worth:
 
     def _best(self, request: Request, roots: list[Walk], begin: int, end: int) -> int:
         """Where the time to read up to there, and compute the rest, is least."""
-        position_of, margin = request.position_of, self._margin or 1.0
         bill = _Bill(self._level_of, self._bytes_of)
-        events: list[tuple[int, ChunkKey, int]] = []
         for walk in request.walks.values():
-            usable = walk.usable(position_of)
-            if walk in roots:
-                events += [
-                    (position_of(walk.keys[i]) or 0, walk.keys[i], walk.answers[i]) for i in usable
-                ]
-                continue
-            for i in usable:
-                if walk.answers[i] != Answer.HIT:
-                    bill.add(walk.keys[i])
-        if len(roots) > 1:
-            events.sort(key=lambda event: event[0])
+            if walk not in roots:
+                for i in walk.usable(request.position_of):
+                    if walk.answers[i] != Answer.HIT:
+                        bill.add(walk.keys[i])
+        if not roots:
+            return end if self._balance(bill, begin, end) <= 0 else 0
         best, least = 0, 0.0
-        stride = max(1, len(events) // _MAX_ENDS)
-        last = len(events) - 1
+        events = _events(request, roots)
+        stride, last = max(1, len(events) // _MAX_ENDS), len(events) - 1
         for index, (position, key, answer) in enumerate(events):
-            following = events[index + 1][2] if index < last else None
             if answer != Answer.HIT:
                 bill.add(key)
-            elif following == Answer.HIT and index % stride:
-                continue
-            if index % stride and index != last and following == answer:
-                continue
-            balance = bill.seconds - margin * (self.compute_s(begin, min(position, end)) or 0.0)
-            if balance <= least:
-                best, least = min(position, end), balance
-        if not roots:
-            gain = margin * (self.compute_s(begin, end) or 0.0)
-            best = end if bill.seconds <= gain else 0
+            is_edge = index == last or events[index + 1][2] != answer
+            if is_edge or not index % stride:
+                balance = self._balance(bill, begin, min(position, end))
+                if balance <= least:
+                    best, least = min(position, end), balance
         return best
+
+    def _balance(self, bill: _Bill, begin: int, end: int) -> float:
+        """Seconds to read, less those to compute as often as the margin says."""
+        return bill.seconds - (self._margin or 1.0) * (self.compute_s(begin, end) or 0.0)
 
     def probes(self, level: Level, largest: int, now_s: float) -> bool:
         """Whether it is time to read a little from a level that is too slow."""
@@ -175,6 +166,19 @@ class Worth:
         pause_s = min(_MOST_PROBE_INTERVAL_S, takes_s / transfers.num_threads / _PROBE_SHARE)
         self._probe_at_s[level.name] = now_s + max(_LEAST_PROBE_INTERVAL_S, pause_s)
         return True
+
+
+def _events(request: Request, roots: list[Walk]) -> list[tuple[int, ChunkKey, int]]:
+    """Position, key and answer of what walks from the root may end in, by position."""
+    position_of = request.position_of
+    events = [
+        (position_of(walk.keys[i]) or 0, walk.keys[i], walk.answers[i])
+        for walk in roots
+        for i in walk.usable(position_of)
+    ]
+    if len(roots) > 1:
+        events.sort(key=lambda event: event[0])
+    return events
 
 
 def _begin(walk: Walk, request: Request) -> int:
