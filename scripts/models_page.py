@@ -26,7 +26,8 @@ loaded chunks are those of computed ones, token for token and with log-probabili
 and as many tokens are found as in the engine's own prefix cache, in whole chunks. As a control,
 what was loaded is overwritten by zeros: the tokens of at least one answer then change, and of each
 answer the tokens, or a log-probability by over 0.03. Where less was compared, the page says so.
-**Refused** means: the engine does not start, and says why. The cases are in
+**Refused** means: the engine does not start, and says why. **Failed** means: the case's test
+did not pass when it was run last. The cases are in
 `tests/engines/vllm/lab/cases.py`; `make models` runs them all and writes this page anew.
 
 """
@@ -35,10 +36,17 @@ Where vLLM's own answers after a hit in its prefix cache differ from those witho
 have to give one of the two ("own cache"): LFM2, and latents. Mamba 2 models run on a CPU only
 with a change to vLLM that the tests make (`tests/engines/vllm/lab/patches.py`); without, it ends
 any prompt in an IndexError as soon as its prefix cache is on, whatever the connector. The n-gram
-proposer runs without its compiler there. vLLM hands out recurrent state at the last whole block of
+proposer runs without its compiler there, and Qwen3-Next takes drafts by stand-ins for two kernels
+that vLLM has for GPUs only. vLLM hands out recurrent state at the last whole block of
 a prompt (and where chunked prefill stops); with `blocks_per_chunk` above 1 it can be stored only if
 a chunk ends there too, so keep 1 for hybrid models. Not run: MTP drafters, models with images (only
 their keys are checked), Mamba 1 (broken in vLLM 0.32 on CPUs), other kernels than the CPU's.
+
+Drafters with weights of their own: EAGLE-3 completes its configuration on the last pipeline stage
+only, so engines of other `pipeline_parallel_size` find nothing of each other's; with stages, vLLM
+0.32 does not start with the first EAGLE at all (`Duplicate layer name`), whatever the connector.
+vLLM certifies pages by the target's KV heads: a drafter with another number of them makes all pages
+of its engine direct, whatever `canonical_layout` says, and one line at start says so.
 """
 ROOM = """
 ## Tokens held in equal bytes
@@ -71,17 +79,18 @@ def _matrix(cases: dict[str, dict[str, Any]]) -> list[str]:
         cells = {case["feature"]: _cell(case) for case in found}
         if COMMON[0] not in cells or COMMON[2] not in cells:
             continue
-        groups = next(case["groups"] for case in found if "groups" in case)
+        groups = next((case["groups"] for case in found if "groups" in case), [])
         kinds = [group["kind"] for group in groups]
         named = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
         row = " | ".join(cells.get(feature, "-") for feature in COMMON)
-        lines.append(f"| {shape} | {named} | {row} |\n")
+        lines.append(f"| {shape} | {named or '-'} | {row} |\n")
     return lines
 
 
 def _cell(case: dict[str, Any]) -> str:
     own = case.get("compared_with") == "own cache"
-    return case["outcome"] + (" (own cache)" if own else "") + _fewer(case)
+    outcome = "**failed**" if case["outcome"] == "failed" else case["outcome"]
+    return outcome + (" (own cache)" if own else "") + _fewer(case)
 
 
 def _fewer(case: dict[str, Any]) -> str:

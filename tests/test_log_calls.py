@@ -8,6 +8,7 @@ LEVELS = {"info", "warning", "error", "exception", "critical", "log"}
 ONCE = "once in a process's life"
 SEEN = {
     "tier %s is left out: %s": ONCE,
+    "fault while looking at pages": ONCE,
     "internal fault, the cache is off until": ONCE,
     "fault while shutting down": ONCE,
     "the mover has broken down": ONCE,
@@ -30,6 +31,8 @@ SEEN = {
     "weights may be replaced while this engine runs": ONCE,
     "this vLLM has settings that are not known": ONCE,
     "canonical_layout was asked for": ONCE,
+    "keep_across_sleep: a sleep or pause": ONCE,
+    "the engine ends, and tier %s %s": ONCE,
     "nothing was served from the cache": "one for each cause, of which there are nine",
     "tier %s is left alone for now": "one a minute, by its own clock",
     "tier %s works again": "one for each of the line before",

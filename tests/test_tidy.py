@@ -52,6 +52,8 @@ MACHINE_PATHS = re.compile(r"(?<![\w.~/-])/(root|work|home|Users|opt/(wheels|pyp
 INDEX_HOSTS = re.compile(
     r"pypi\.org|pythonhosted\.org|download\.pytorch|--(extra-)?index-url|--find-links"
 )
+# What git leaves where a merge was not finished.
+UNMERGED = re.compile(r"^(<{7}|>{7}) \S+$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -422,7 +424,7 @@ def test_nothing_of_one_machine() -> None:
             text = path.read_text()
         except UnicodeDecodeError:
             continue
-        for pattern in (MACHINE_PATHS, INDEX_HOSTS):
+        for pattern in (MACHINE_PATHS, INDEX_HOSTS, UNMERGED):
             wrong += [f"{path.relative_to(ROOT)}: {m[0]}" for m in pattern.finditer(text)]
     assert not wrong
 
@@ -433,3 +435,4 @@ def test_the_path_pattern_bites() -> None:
     assert MACHINE_PATHS.search('"' + "/home/someone/x")
     assert not MACHINE_PATHS.search("src/undercroft/work/x, /nvme/kv, https://a.example/work/x")
     assert INDEX_HOSTS.search("https://pypi.org/simple")
+    assert UNMERGED.search("all:\n" + "<" * 7 + " HEAD\n")

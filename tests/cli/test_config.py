@@ -39,6 +39,17 @@ def test_every_setting_is_listed_once() -> None:
     assert shown["error"] is None
 
 
+def test_a_tier_that_goes_wrong_on_purpose_is_listed_as_it_is_inside() -> None:
+    """Its control file comes first; what was written inside is not called a default."""
+    written = {"type": "faulty", "control": "/tmp/faults.json", "inner": TIER}
+    extra = json.dumps({"host": "32GiB", "tiers": [written]})
+    rows = by_key(undercroft_json("config", "--kv-transfer-config", extra))
+    assert rows["tiers[0].control"]["value"] == "/tmp/faults.json"
+    assert rows["tiers[0].type"]["value"] == "disk"
+    assert rows["tiers[0].capacity"]["source"] == "kv_connector_extra_config"
+    assert rows["tiers[0].policy"]["source"] == "default"
+
+
 def test_the_strongest_source_is_named(tmp_path: Path) -> None:
     """A file below the environment below vLLM's JSON below --set."""
     file = tmp_path / "kv.toml"

@@ -178,6 +178,19 @@ def test_a_disk_with_less_room_than_capacity_is_a_warning(examined: Any, tmp_pat
     assert "it will not get beyond" in message
 
 
+def test_a_tier_that_goes_wrong_on_purpose_is_a_warning(examined: Any, tmp_path: Path) -> None:
+    """The disk itself is tried, and nothing of it goes wrong meanwhile."""
+    control = tmp_path / "faults.json"
+    control.write_text('{"faults": [{"effect": "error"}]}')
+    inner = {"type": "disk", "path": str(tmp_path / "kv"), "capacity": "8MiB"}
+    tiers = [{"type": "faulty", "control": str(control), "inner": inner}]
+    code, found, _ = examined("--host", "32MiB", "--set", f"tiers={json.dumps(tiers)}")
+    assert code == 0
+    assert worst_of(found, "tiers")[0] == "warning"
+    assert "will go wrong on purpose" in worst_of(found, "tiers")[1]
+    assert worst_of(found, "disk")[0] != "error"
+
+
 def test_a_path_below_a_file_is_an_error(examined: Any, tmp_path: Path) -> None:
     """As the engine says it, but before it."""
     (tmp_path / "kv").write_text("a file")

@@ -100,7 +100,6 @@ def test_fields_are_the_seeds() -> None:
         (GROUP, {"tokens_per_block": 0}, "tokens_per_block is 0.*>= 1"),
         (GROUP, {"tokens_per_block": True}, "tokens_per_block is True"),
         (GROUP, {"tokens_per_block": 16.0}, "tokens_per_block is 16.0"),
-        (GROUP, {"layer_names": ()}, "layer_names is .*at least one"),
         (GROUP, {"layer_names": ["a"]}, "layer_names is .*tuple"),
         (GROUP, {"layer_names": ("a", "")}, "layer_names is ''"),
         (GROUP, {"layer_names": ("a", "a")}, "layer_names .*each layer once"),
@@ -171,6 +170,28 @@ def test_hash_that_does_not_divide_a_block_names_group_and_both_numbers() -> Non
     message = str(caught.value)
     for part in ("group 5", "l.0.indexer", " 4 ", "8704", "--prefix-match-unit 4"):
         assert part in message
+
+
+@pytest.mark.parametrize(("rank", "stage"), [(0, 0), (1, 0), (2, 1), (5, 2)])
+def test_a_stage_without_layers_of_a_group_is_named(rank: int, stage: int) -> None:
+    """vLLM gives a rank the layers of its own stage: a group may have none there."""
+    parallel = dataclasses.replace(PARALLEL, rank=rank, world_size=6, tp_size=2, pp_size=3)
+    empty = OffloadingGroupConfig(tokens_per_block=64, layer_names=(), group_id=4)
+    with pytest.raises(ConfigError) as caught:
+        dataclasses.replace(CONFIG, groups=(GROUP, empty), parallel=parallel)
+    message = str(caught.value)
+    named = f"pipeline stage {stage} of 3 (counted from 0) has no layers of KV cache group 4"
+    for part in (named, "VLLM_PP_LAYER_PARTITION", "tensor_parallel_size"):
+        assert part in message
+    assert "\n" not in message
+
+
+def test_a_group_without_layers_and_stages_is_a_wrong_field() -> None:
+    """Where there is one stage, nobody has the layers."""
+    empty = dataclasses.replace(GROUP, layer_names=())
+    with pytest.raises(ConfigError, match=r"layer_names is \(\), but must name a layer") as caught:
+        dataclasses.replace(CONFIG, groups=(empty,))
+    assert "stage" not in str(caught.value)
 
 
 def test_group_ids_need_not_be_consecutive() -> None:

@@ -143,6 +143,16 @@ def test_vllm_objects_convert_field_by_field() -> None:
     ]
 
 
+def test_a_stage_of_vllm_without_layers_of_a_group_is_refused_as_one() -> None:
+    """Through vLLM's own classes, as a rank of the second stage gets them."""
+    source = engine_config({"host": "1GiB"})
+    empty = dataclasses.replace(source.groups[0], layer_names=(), group_id=1)
+    parallel = dataclasses.replace(source.parallel, rank=1, world_size=2, pp_size=2)
+    staged = dataclasses.replace(source, groups=(*source.groups, empty), parallel=parallel)
+    with pytest.raises(ConfigError, match=r"stage 1 of 2 .* has no layers of KV cache group 1 "):
+        from_engine(staged)
+
+
 def test_extra_config_is_a_copy() -> None:
     """Neither side sees the other's changes, however deep."""
     extra = {"tiers": [{"type": "disk"}]}

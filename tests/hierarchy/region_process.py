@@ -25,8 +25,9 @@ def config(
     num_ranks: int = 1,
     total_bytes: int = MIB,
     identity: bytes = b"one",
+    version: str = "0.3.0",
 ) -> RegionConfig:
-    return RegionConfig(engine_id, num_ranks, total_bytes, identity, directory)
+    return RegionConfig(engine_id, num_ranks, total_bytes, identity, directory, version)
 
 
 def join(wanted: RegionConfig, role: Any, deadline_s: float = 60.0, *, note: bytes = b"") -> Region:
@@ -92,6 +93,7 @@ class Participant:
                 wanted.total_bytes,
                 wanted.identity.hex(),
                 str(wanted.directory),
+                wanted.version,
             ],
             role,
             deadline_s,
@@ -125,10 +127,15 @@ class _Child:
         self.region: Region
 
     def join(self, wanted: list[Any], role: Any, deadline_s: float) -> None:
-        engine_id, num_ranks, total_bytes, identity, directory = wanted
+        engine_id, num_ranks, total_bytes, identity, directory, version = wanted
         self.region = join(
             RegionConfig(
-                engine_id, num_ranks, total_bytes, bytes.fromhex(identity), Path(directory)
+                engine_id,
+                num_ranks,
+                total_bytes,
+                bytes.fromhex(identity),
+                Path(directory),
+                version,
             ),
             role,
             deadline_s,

@@ -103,7 +103,7 @@ def test_what_fails_while_closing_keeps_nothing_else_open(
     worlds.append(world)
     one, two = world.hierarchy.levels
     told: list[str] = []
-    world.hierarchy.on_close.append(lambda: told.append("last"))
+    world.hierarchy.on_close.append(lambda _deadline_s: told.append("last"))
 
     def fail(_deadline_s: float) -> None:
         raise RuntimeError("injected")

@@ -157,7 +157,7 @@ def test_a_buffer_is_not_free_while_a_thread_may_write_into_it(trusting: bool) -
     real_advance = it.clock.advance
 
     def advance(seconds: float) -> None:
-        if seconds == 1.0 and it.faulty.num_hung == 0 and not it.faulty._released:
+        if seconds == 1.0 and it.faulty.num_hung == 0 and not it.faulty.faults.released:
             it.faulty.await_hung(1)  # the read is in the tier before its deadline passes
         real_advance(seconds)
 

@@ -214,9 +214,7 @@ def test_what_was_voided_while_it_is_stored_is_not_stored_twice(worlds: list[Wor
     hierarchy, keys = world.hierarchy, keys_of("a", 2)
     first, second = Request("first"), Request("second")
     plan = hierarchy.prepare_store(keys, first)
-    hierarchy._forget_all(
-        raise_epoch=False
-    )  # as when another engine has reset the level they share
+    hierarchy._forget_all()  # as when another engine has reset the level they share
     other = chunk_key("other")
     assert hierarchy.prepare_store([*keys, other], second).keys == [other]
     assert len(hierarchy.stores) == 3

@@ -64,10 +64,10 @@ def test_notes_are_written_at_close_and_in_between(tmp_path: Path) -> None:
     ]
     keys = [b"%036d" % number for number in range(100)]
     history.note("disk", "declined", "full", *keys)
-    history.close()
+    history.close(SystemClock().now_s() + 60)
     assert [i.key_part for i in kept(tmp_path)[2:]] == [key_part(key) for key in keys]
     assert len(kept(tmp_path)) == 102
-    history.close()
+    history.close(SystemClock().now_s() + 60)
 
 
 def test_a_disk_that_fails_costs_notes_and_nothing_else(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_disk_that_fails_costs_notes_and_nothing_else(tmp_path: Path) -> None:
     for number in range(70_000):
         history.note("disk", "evicted", "capacity", b"%036d" % number)
     assert len(history._waiting) <= 65536
-    history.close()
+    history.close(SystemClock().now_s() + 60)
     assert kept(tmp_path) == []
 
 

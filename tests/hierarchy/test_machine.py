@@ -146,8 +146,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         held_up = sum(below.faulty.num_hung for below in self.below) + self.clock._num_sleepers()
         if transfers.num_running:
             return transfers.num_running <= held_up
-        raiser = level._raiser
-        return not transfers._queue and not (raiser is not None and raiser.is_alive())
+        return not transfers._queue and level.voider.is_over
 
     def chosen(self, mask: int, job: Job) -> bool:
         return (
@@ -244,7 +243,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         self._release_all()
         self.let_movers_run()
         for below in self.below:
-            below.faulty._released = False
+            below.faulty.faults.released = False
 
     def end_faults(self) -> None:
         for below in self.below:

@@ -139,12 +139,14 @@ def test_a_rank_that_died_while_others_wait_is_named(directory: Path) -> None:
         ({"total_bytes": 2 * MIB}, f"total_bytes {MIB} there, {2 * MIB} here"),
         ({"identity": b"two"}, f"configuration {b'one'.hex()} there, {b'two'.hex()} here"),
         ({"num_ranks": 2}, "ranks 1 there, 2 here"),
+        ({"version": "0.4.0"}, r"version 0\.3\.0 there, 0\.4\.0 here; .*version of undercroft"),
+        ({"version": ""}, r"version 0\.3\.0 there, unknown here"),
     ],
 )
 def test_participants_that_disagree_are_told_both_sides(
     directory: Path, other: dict[str, Any], named: str
 ) -> None:
-    """A different size or configuration refuses the start and names both values."""
+    """A different size, configuration or version refuses the start and names both values."""
     rank = join(config(directory), 0)
     with pytest.raises(ConfigError, match=named):
         join(config(directory, **other), "scheduler")
@@ -161,6 +163,7 @@ def test_participants_that_disagree_are_told_both_sides(
         ({"num_ranks": 0}, "scheduler", "num_ranks is 0"),
         ({"identity": b""}, 0, "length of identity is 0"),
         ({"identity": b"x" * 65}, 0, "length of identity is 65"),
+        ({"version": "x" * 65}, 0, "length of version is 65"),
         ({}, 1, "rank 1 of 1 ranks"),
     ],
 )

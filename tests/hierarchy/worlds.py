@@ -148,6 +148,7 @@ def make_world(
     max_queued_write_bytes: int = 1 << 30,
     transfer_limits: TransferLimits | None = None,
     write_deadline_s: float = 10.0,
+    write_rate_bytes: int | None = None,
     ready_bytes: int | None = None,
     take_failed_stores: Callable[[], frozenset[int] | None] = frozenset,
 ) -> World:
@@ -178,6 +179,7 @@ def make_world(
             counters=counters,
             events=log,
             write_deadline_s=write_deadline_s,
+            write_rate_bytes=write_rate_bytes,
         )
         for tier in tiers
     ]

@@ -60,7 +60,6 @@ FACTS = EngineFacts(
     chunk_bytes={3: 8192, 5: 4096},
     key_hash=KeyHash("sha256", "the engine's default"),
     model={"quantization": None},
-    adapters={"lora": Fingerprint("files", "def")},
 )
 BASE = namespace(ENGINE, WEIGHTS, FACTS)
 
@@ -134,6 +133,7 @@ def test_topology_and_layout_are_whole() -> None:
         "pp_size": 2,
         "pcp_size": 2,
         "dcp_size": 1,
+        "stages": [],
     }
     assert BASE.manifest["layout"] == {
         "kv_cache_layout": "LBHNC",
@@ -164,6 +164,25 @@ def test_other_parallel_sizes_are_another_namespace(sizes: tuple[int, int, int])
     parallel = dataclasses.replace(CONFIG.parallel, tp_size=tp, pp_size=pp, pcp_size=pcp)
     config = dataclasses.replace(CONFIG, parallel=parallel)
     assert namespace(EngineConfig(config, ENGINE.extras), WEIGHTS, FACTS) != BASE
+
+
+def _stages(first: int) -> list[dict[int, tuple[str, ...]]]:
+    """Four layers in two stages, the first with so many."""
+    names = ("l.0", "l.1", "l.2", "l.3")
+    return [{5: (), 3: names[:first]}, {5: ("l.9",), 3: names[first:]}]
+
+
+def test_which_stage_has_which_layer_decides_where_ranks_bytes_are_apart() -> None:
+    """As many bytes of as many layers, in another order; canonical pages are in the model's."""
+    even, uneven = (dataclasses.replace(FACTS, stages=_stages(n)) for n in (2, 3))
+    one, other = (namespace(ENGINE, WEIGHTS, facts) for facts in (even, uneven))
+    assert first_difference(one, other) == "topology.stages[0].3[2]: absent here, 'l.2' there"
+    assert one.manifest["topology"]["stages"][1] == {"3": ["l.2", "l.3"], "5": ["l.9"]}
+    canonical = [
+        namespace(ENGINE, WEIGHTS, dataclasses.replace(facts, stored_layout="canonical"))
+        for facts in (even, uneven)
+    ]
+    assert canonical[0] == canonical[1]
 
 
 @pytest.mark.parametrize("stored", ["canonical", "replicated"])
@@ -202,14 +221,10 @@ def test_order_of_groups_does_not_matter() -> None:
         ({"key_hash": KeyHash("xxhash", "x")}, "hash.algorithm: 'sha256' here, 'xxhash' there"),
         ({"model": {"quantization": "fp8"}}, "model.facts.quantization: None here, 'fp8' there"),
         ({"model": {}}, "model.facts.quantization: None here, absent there"),
-        (
-            {"adapters": {"lora": Fingerprint("files", "ghi")}},
-            "model.adapters.lora.value: 'def' here, 'ghi' there",
-        ),
     ],
 )
 def test_facts_of_the_engine_decide_too(change: dict[str, Any], difference: str) -> None:
-    """Engine, its version and format, sizes of chunks, key hash, model, adapter content."""
+    """Engine, its version and format, sizes of chunks, key hash, model."""
     other = namespace(ENGINE, WEIGHTS, dataclasses.replace(FACTS, **change))
     assert other.id != BASE.id
     assert first_difference(BASE, other) == difference
@@ -226,6 +241,20 @@ def test_fields_of_a_newer_engine_are_in_the_namespace() -> None:
     other = namespace(EngineConfig(CONFIG, {"model.max_model_len": 4096}), WEIGHTS, FACTS)
     difference = first_difference(BASE, other)
     assert difference == "extras.model.max_model_len: 8192 here, 4096 there"
+
+
+def test_texts_of_fields_that_nobody_knows_are_digests() -> None:
+    """They may be credentials, and manifests are readable; numbers are shown as they are."""
+
+    def of(token: str) -> Namespace:
+        extras = {"new": {"url": [token, 7, True, None, 0.5]}, "cache.name": token}
+        return namespace(EngineConfig(CONFIG, extras), WEIGHTS, FACTS)
+
+    one = of("hunter2")
+    assert "hunter2" not in one.text
+    assert one.manifest["extras"]["new"]["url"][1:] == [7, True, None, 0.5]
+    assert one == of("hunter2")
+    assert str(first_difference(one, of("hunter3"))).startswith("extras.new.url[0]: 'sha256:")
 
 
 def test_with_a_model_id_the_name_does_not_count() -> None:

@@ -54,6 +54,7 @@ VALUES: dict[str, tuple[Any, str, Any]] = {
     "tiers": (json.dumps([DISK]), "tiers", load(SHAPE).tiers),
     "model_id": ("7", "model_id", "7"),
     "offload_prompt_only": ("false", "offload_prompt_only", False),
+    "keep_across_sleep": ("true", "keep_across_sleep", True),
     "self_describing_kv_events": ("true", "self_describing_kv_events", True),
     "lookup_deadline_s": ("0.5", "lookup_deadline_s", 0.5),
     "promote_deadline_s": ("4", "promote_deadline_s", 4.0),
@@ -266,6 +267,8 @@ def test_tier_options_are_parsed() -> None:
         "free_space_floor": "1GiB",
         "num_threads": "4",
         "direct": "no",
+        "write_rate": "200MiB",
+        "write_budget": "500GiB",
     }
     assert set(written) == set(TIER_KEYS) | set(TIER_OPTIONS["disk"])
     (tier,) = load({"host": 1, "tiers": [written]}).tiers
@@ -276,7 +279,9 @@ def test_tier_options_are_parsed() -> None:
         "free_space_floor": GIB,
         "num_threads": 4,
         "direct": False,
+        "write_budget": 500 * GIB,
     }
+    assert tier.write_rate_bytes == 200 << 20
 
 
 def test_names_of_equal_types_are_numbered() -> None:
@@ -297,3 +302,40 @@ def test_variables_of_the_test_suite_are_no_settings() -> None:
     """A failed run can be replayed with its seed, engines and all."""
     environ = {"UNDERCROFT_TEST_SEED": "7", "UNDERCROFT_HOST": "1GiB"}
     assert load({}, environ=environ).host_bytes == 1 << 30
+
+
+INNER = {"type": "disk", "path": "/x", "capacity": "1GiB", "name": "nvme", "policy": "arc"}
+FAULTY = {"type": "faulty", "control": "/tmp/faults.json", "inner": INNER}
+
+
+def test_a_faulty_tier_is_the_tier_inside() -> None:
+    """All its settings; only that it goes wrong is added."""
+    (plain,) = load({"host": "1GiB", "tiers": [INNER]}, environ={}).tiers
+    (attacked,) = load({"host": "1GiB", "tiers": [FAULTY]}, environ={}).tiers
+    assert attacked == dataclasses.replace(plain, faults="/tmp/faults.json")
+    assert plain.faults is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"capacity": "1GiB"}, "has the key 'capacity', which belongs into inner"),
+        ({"contrl": 1}, "unknown key 'contrl'; did you mean 'control'"),
+        ({"control": None}, "control of .* must be non-empty text"),
+        ({"inner": "disk"}, "inner of .* must be an object"),
+        ({"inner": FAULTY}, "is of that type, too; keep one of them"),
+        ({"inner": {"type": "disk", "path": "/x"}}, "inner of tiers.*lacks capacity"),
+    ],
+)
+def test_wrong_settings_of_a_faulty_tier(change: dict[str, Any], message: str) -> None:
+    """Refused in one line."""
+    with pytest.raises(ConfigError, match=message):
+        load({"host": "1GiB", "tiers": [{**FAULTY, **change}]}, environ={})
+
+
+def test_a_faulty_tier_needs_both() -> None:
+    """Who goes wrong, and who says so."""
+    for missing in ("control", "inner"):
+        written = {name: value for name, value in FAULTY.items() if name != missing}
+        with pytest.raises(ConfigError, match=f"lacks {missing}"):
+            load({"host": "1GiB", "tiers": [written]}, environ={})

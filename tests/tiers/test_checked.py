@@ -238,7 +238,7 @@ def history(tier: Tier) -> int:
     return num_hits
 
 
-FAULTS = [effect for effect in Effect if effect not in {Effect.SLOW, Effect.HANG}]
+FAULTS = [effect for effect in Effect if effect not in {Effect.SLOW, Effect.HANG, Effect.KILLED}]
 SILENT = [
     Effect.SHORT_READ,
     Effect.FLIPPED_BIT,

@@ -227,7 +227,9 @@ def try_out(tier: TierSettings, place: Path, clock: Clock) -> Speed:
     num_threads = int(tier.options.get("num_threads", _NUM_THREADS))
     with _folder(place) as folder, ThreadPoolExecutor(num_threads) as threads:
         options = {**tier.options, "path": str(folder)}
-        settings = replace(tier, capacity_bytes=2 * num_bytes + _SLACK_BYTES, options=options)
+        settings = replace(
+            tier, capacity_bytes=2 * num_bytes + _SLACK_BYTES, options=options, faults=None
+        )
         opened = cast(
             DiskTier,
             make_tier(settings, namespace=_trial_namespace(), clock=clock, num_replicas=1),

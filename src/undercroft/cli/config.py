@@ -17,6 +17,7 @@ from undercroft.settings import Settings, TierSettings, format_bytes
 from undercroft.settings.model import build
 from undercroft.settings.schema import (
     ENGINE_KEYS,
+    FAULTY,
     KEYS,
     TIER_KEYS,
     TIER_OPTIONS,
@@ -170,6 +171,9 @@ def _tier_rows(prefix: str, tier: TierSettings, merged: Merged) -> Iterator[Row]
     origin = merged.origins["tiers"]
     written = merged.values["tiers"]
     entry = written[int(prefix[6:-1])] if isinstance(written, list) else {}
+    if tier.faults is not None:
+        yield _row(f"{prefix}.control", TIER_OPTIONS[FAULTY]["control"], tier.faults, origin)
+        entry = entry.get("inner", {})
     for name, key in TIER_KEYS.items():
         value = tier.capacity_bytes if name == "capacity" else getattr(tier, name)
         if name == "admission":

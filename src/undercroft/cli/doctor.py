@@ -10,7 +10,7 @@ from pathlib import Path
 
 from undercroft.cli.check_disk import check_disk
 from undercroft.cli.check_engine import check_engine, check_model, check_names, look_at
-from undercroft.cli.findings import Finding, Severity, error, fine, note, show, worst
+from undercroft.cli.findings import Finding, Severity, error, fine, note, show, warning, worst
 from undercroft.cli.flags import Asked, add_settings_flags, asked_for
 from undercroft.cli.output import Exit, Output, Subparsers, add_command, output_for
 from undercroft.clock import SystemClock
@@ -24,6 +24,7 @@ from undercroft.settings import (
     format_bytes,
     host_limits,
 )
+from undercroft.settings.schema import FAULTY
 
 __all__ = ["add_parser", "examine", "run"]
 
@@ -115,6 +116,9 @@ def _settings(asked: Asked) -> tuple[Settings | None, list[Finding]]:
 
 
 def _tier(tier: TierSettings) -> Iterator[Finding]:
+    if tier.faults is not None:
+        said = f"tier {tier.name} will go wrong on purpose, as {tier.faults} says (type {FAULTY})"
+        yield warning("tiers", f"{said}: never run it so for users")
     if tier.type == "disk":
         yield from check_disk(tier, SystemClock())
     elif tier.type != "memory":

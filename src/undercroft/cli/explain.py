@@ -39,6 +39,7 @@ _REASONS = {
     "not_admitted": "the level's admission did not want it",
     "queue_full": "too many chunks waited to be written",
     "evicted_before_its_turn": "host memory needed the room before the disk took it",
+    "write_budget": "the day's write_budget was spent",
     "backpressure": "it is larger than all that may wait to be written",
     "unavailable": "the level failed, or was left alone after failures",
     "full": "the level was full",

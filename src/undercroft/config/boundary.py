@@ -29,7 +29,8 @@ class OffloadingGroupConfig:
     Args:
         tokens_per_block: Tokens that one block of this group spans, over all ranks together
             (context parallelism spreads a block's tokens over ranks).
-        layer_names: The group's layers, in the engine's order.
+        layer_names: The group's layers, in the engine's order. An engine has none of a group that
+            its pipeline stage has no layer of; `OffloadingConfig` refuses that, and says so.
         group_id: The engine's number for the group; ids need not start at 0 nor be consecutive.
 
     Raises:
@@ -45,8 +46,8 @@ class OffloadingGroupConfig:
         _int(f"{where}.group_id", self.group_id, at_least=0)
         _int(f"{where}.tokens_per_block", self.tokens_per_block, at_least=1)
         names = f"{where}.layer_names"
-        if not isinstance(self.layer_names, tuple) or not self.layer_names:
-            raise _wrong(names, self.layer_names, "a tuple of at least one layer name")
+        if not isinstance(self.layer_names, tuple):
+            raise _wrong(names, self.layer_names, "a tuple of layer names")
         for name in self.layer_names:
             _text(names, name)
         if len(set(self.layer_names)) != len(self.layer_names):
@@ -227,8 +228,24 @@ class OffloadingConfig:
             if group.group_id in seen:
                 raise _wrong("groups[].group_id", group.group_id, "unique; two groups share it")
             seen.add(group.group_id)
+            if not group.layer_names:
+                raise ConfigError(_without_layers(group, self.parallel))
             if group.tokens_per_block % self.cache.tokens_per_hash:
                 raise ConfigError(_misaligned(group, self.cache.tokens_per_hash))
+
+
+def _without_layers(group: OffloadingGroupConfig, parallel: OffloadingParallelConfig) -> str:
+    """One line that names the stage and the group, and something that helps."""
+    if parallel.pp_size == 1:
+        return f"groups[group_id={group.group_id}].layer_names is (), but must name a layer"
+    stage = parallel.rank // (parallel.world_size // parallel.pp_size)
+    return (
+        f"not served: pipeline stage {stage} of {parallel.pp_size} (counted from 0) has no layers "
+        f"of KV cache group {group.group_id} ({group.tokens_per_block} tokens a block), and a "
+        "chunk holds a part of each stage; give every stage layers of each group (vLLM: "
+        "VLLM_PP_LAYER_PARTITION; a drafter's are all on the last stage), or set "
+        "tensor_parallel_size instead of pipeline_parallel_size"
+    )
 
 
 def _misaligned(group: OffloadingGroupConfig, tokens_per_hash: int) -> str:

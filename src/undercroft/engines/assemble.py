@@ -26,6 +26,7 @@ from undercroft.hierarchy.transfers import Transfers
 from undercroft.keys import ChunkKey, Namespace
 from undercroft.plugins import find
 from undercroft.settings import Settings, TierSettings, with_capacity
+from undercroft.settings.schema import FAULTY
 from undercroft.tiers.base import Tier
 from undercroft.tiers.disk.history import HistoryFile, history_bytes
 from undercroft.tiers.disk.names import ROOT_NAME
@@ -90,6 +91,8 @@ def check_plugins(settings: Settings) -> None:
     _admission(settings.admission, settings.admission_options, "host memory")
     for tier in settings.tiers:
         _installed("tiers", tier.type, f"type of tier {tier.name}")
+        if tier.faults is not None:
+            _installed("tiers", FAULTY, f"type round tier {tier.name}")
         _installed("policies", tier.policy, f"policy of tier {tier.name}")
         _installed("admission", tier.admission, f"admission of tier {tier.name}")
         _admission(tier.admission, tier.admission_options, f"tier {tier.name}")
@@ -160,7 +163,7 @@ def _open_levels(
         if tier is None:
             continue
         try:
-            level = _level(tier, tier_settings, settings, geometry, shared)
+            level = _level(tier, tier_settings, settings, geometry, num_replicas, shared)
         except BaseException:
             with suppress(TierError):
                 tier.close()
@@ -272,9 +275,11 @@ def _level(
     tier_settings: TierSettings,
     settings: Settings,
     geometry: Geometry,
+    num_replicas: int,
     shared: tuple[Clock, Counters, LevelEvents],
 ) -> Level:
     clock, counters, events = shared
+    rate_bytes = tier_settings.write_rate_bytes
     max_queued = max(settings.max_queued_write_bytes, *geometry.slot_bytes)
     return Level(
         tier,
@@ -294,6 +299,7 @@ def _level(
         counters=counters,
         events=events if tier_settings.events else LevelEvents(enabled=False),
         write_deadline_s=_WRITE_DEADLINE_S,
+        write_rate_bytes=None if rate_bytes is None else max(1, rate_bytes // num_replicas),
     )
 
 
@@ -335,8 +341,9 @@ def make_tier(
     options = {k: v for k, v in settings.options.items() if k != "num_threads"}
     if "path" in options:
         options["path"] = str(Path(options["path"]).expanduser())
-    if "free_space_floor" in options:
-        options["free_space_floor_bytes"] = options.pop("free_space_floor")
+    for name in ("free_space_floor", "write_budget"):
+        if name in options:
+            options[f"{name}_bytes"] = options.pop(name)
     offered = {
         "name": settings.name,
         "namespace": namespace,
@@ -345,8 +352,25 @@ def make_tier(
         "num_replicas": num_replicas,
     }
     what = f"tier {settings.name} (type {settings.type})"
-    tier: Tier = _made(find("tiers", settings.type), what, options, offered)
-    return tier
+    make = find("tiers", settings.type)
+
+    def build(files: object = None) -> Tier:
+        tier: Tier = _made(
+            make, what, options, offered if files is None else offered | {"files": files}
+        )
+        return tier
+
+    if settings.faults is None:
+        return build()
+    faulty: Tier = find("tiers", FAULTY)(
+        build,
+        control=settings.faults,
+        name=settings.name,
+        clock=clock,
+        path=options.get("path"),
+        takes_files="files" in signature(make).parameters,
+    )
+    return faulty
 
 
 def _open_tier(

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from undercroft.errors import TierFull
-from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.level import Level
 from undercroft.hierarchy.outcome import Done
 from undercroft.hierarchy.pool import Pool
@@ -27,7 +26,7 @@ class Cascade:
     at most a fixed number of offers a step.
 
     Args:
-        max_waiting: Offers to one level beyond this are declined and counted.
+        max_waiting: When there are more offers to one level, the oldest are declined and counted.
     """
 
     def __init__(
@@ -36,13 +35,11 @@ class Cascade:
         levels: Sequence[Level],
         *,
         view_of: Callable[[int], memoryview],
-        counters: Counters,
         max_waiting: int,
     ) -> None:
         self._pool = pool
         self._levels = levels
         self._view_of = view_of
-        self._counters = counters
         self._max_waiting = max_waiting
         self._waiting: dict[str, deque[tuple[ChunkKey, int]]] = {
             level.name: deque() for level in levels
@@ -65,24 +62,29 @@ class Cascade:
     @property
     def can_go_on(self) -> bool:
         """Whether `submit` would get anything out of the way now."""
-        waiting = self._waiting
-        return any(
-            waiting[level.name] and not self._is_held_up(level, waiting[level.name][0][0])
-            for level in self._levels
-        )
+        return any(map(self.can_go_on_to, self._levels))
+
+    def can_go_on_to(self, level: Level) -> bool:
+        """The same of one level."""
+        waiting = self._waiting[level.name]
+        return bool(waiting) and not self._is_held_up(level, waiting[0][0])
 
     def _is_held_up(self, level: Level, key: ChunkKey) -> bool:
         slot = self._pool.find(key)
-        return slot >= 0 and level.is_busy(self._pool.slots.size(slot))
+        return slot >= 0 and level.is_busy(self._pool.slots.size(slot)) and not level.has(key)
 
     def add(self, keys: Sequence[ChunkKey]) -> None:
         """Offer READY `keys`, in prefix order, to every lower level."""
-        for name, waiting in self._waiting.items():
-            room = max(0, self._max_waiting - len(waiting))
-            if len(keys) > room:
-                self._counters.declined_chunks[name, "queue_full"] += len(keys) - room
-                self._counters.note(name, "declined", "queue_full", *keys[room:])
-            waiting.extend((key, 0) for key in keys[:room])
+        most = self._max_waiting
+        for level in self._levels:
+            waiting = self._waiting[level.name]
+            waiting.extend((key, 0) for key in keys[:most])
+            refused = list(keys[most:])
+            # The oldest are those that host memory is least likely to have any more.
+            while len(waiting) > most:
+                refused.append(waiting.popleft()[0])
+            if refused:
+                level.decline_waiting("queue_full", refused)
 
     def submit(self) -> None:
         """Hand waiting offers to the movers, as many as they take and a step may cost."""
@@ -99,8 +101,7 @@ class Cascade:
     def _offer(self, level: Level, key: ChunkKey, attempt: int) -> None:
         slot, slots = self._pool.find(key), self._pool.slots
         if slot < 0:
-            self._counters.declined_chunks[level.name, "evicted_before_its_turn"] += 1
-            self._counters.note(level.name, "declined", "evicted_before_its_turn", key)
+            level.decline_waiting("evicted_before_its_turn", (key,))
             return
         if slots.states[slot] < SlotState.READY:
             return  # voided and stored anew: its store offers it again

@@ -25,6 +25,7 @@ from undercroft.hierarchy.restore import Restores
 from undercroft.hierarchy.slots import SlotState
 from undercroft.hierarchy.stores import LEVEL_0, StorePlan, Stores, failed_chunk
 from undercroft.hierarchy.touches import Touches
+from undercroft.hierarchy.voiding import wait_for_tries
 from undercroft.key_table import SHARD_SHIFT
 from undercroft.keys import ChunkKey
 from undercroft.log import SparingLog
@@ -93,8 +94,8 @@ class Hierarchy:
         self._states = self.pool.slots.states
         self._buffer = buffer
         self._clock = clock
-        self.on_close: list[Callable[[], None]] = []
-        """Called once, last thing when this closes."""
+        self.on_close: list[Callable[[float], None]] = []
+        """Called once, last thing when this closes, with the time by which to be back."""
         self._log = SparingLog(_LOG, clock)
         self._limits = limits
         self._step = 0
@@ -129,7 +130,6 @@ class Hierarchy:
             self.pool,
             self.levels,
             view_of=self.view,
-            counters=counters,
             max_waiting=limits.max_cascade_waiting,
         )
         self.touches = Touches(self.levels, self.restores, self.cascade)
@@ -381,7 +381,7 @@ class Hierarchy:
         self._noticed_step = self._step
         if any(level.epoch_moved() for level in self.levels):
             self._log.warning("another engine dropped the shared cache; this one forgets it too")
-            self._forget_all(raise_epoch=False)
+            self._forget_all()
             self._is_outdated = True
 
     def poll(self) -> None:
@@ -430,19 +430,21 @@ class Hierarchy:
         Blocks at most the drain deadline. Slots with transfers in flight drain first.
 
         Returns:
-            False if a lower level could not raise its epoch in time; it stays unused until it has.
+            False if a lower level has not taken the reset in time: a line says so, and the level
+            stays unused until it has.
         """
         self.counters.resets += 1
-        self._forget_all(raise_epoch=True)
+        for level in self.levels:
+            level.owe_reset()
+        self._forget_all()
         self.events.hurry()
         self._quarantine_worker_slots()
-        deadline_s = self._clock.now_s() + self._limits.drain_deadline_s
-        in_time = True
-        for level in self.levels:
-            in_time &= level.wait_void(max(0.0, deadline_s - self._clock.now_s()))
+        voiders = [level.voider for level in self.levels]
+        in_time = wait_for_tries(voiders, self._limits.drain_deadline_s, self._clock)
+        self.restores.refresh()
         return in_time
 
-    def _forget_all(self, *, raise_epoch: bool) -> None:
+    def _forget_all(self) -> None:
         self.cascade.clear_waiting()
         self.touches.clear()
         for request in [*self._holders.values(), *self._asking.values()]:
@@ -454,8 +456,17 @@ class Hierarchy:
         self.stores.void_all()
         self.fresh.forget_all()
         for level in self.levels:
-            level.void(raise_epoch=raise_epoch)
+            level.void()
         self.restores.refresh()
+
+    def forget_jobs(self) -> None:
+        """As `reset` for what the workers have under way only; what is stored stays."""
+        for request in [*self._holders.values(), *self._asking.values()]:
+            self._let_go(request)
+        requests = [*self.stores.requests(), *self.loads.requests.values()]
+        self._quarantine_worker_slots()
+        for request in requests:
+            self._touch_if_over(request)
 
     def _quarantine_worker_slots(self) -> None:
         """The engine drops the acks of jobs begun before its reset: hold their slots back.
@@ -470,16 +481,18 @@ class Hierarchy:
 
     def close(self) -> None:
         """Stop movers and close tiers; blocks at most the shutdown deadline. Twice is fine."""
-        deadline_s = self._clock.now_s() + self._limits.shutdown_deadline_s
+        seconds = self._limits.shutdown_deadline_s
+        deadline_s = self._clock.now_s() + seconds
         with ExitStack() as rest:  # from the last to the first, whichever of them fails
             for call in self.on_close:
-                rest.callback(call)
+                rest.callback(call, deadline_s)
+            for_levels_s = deadline_s - (seconds / 16 if self.on_close else 0)
             self.on_close.clear()
             rest.callback(self.cascade.clear_waiting)
             rest.callback(self.poll)
             for level in reversed(self.levels):
-                rest.callback(level.close, deadline_s)
-            self._flush(deadline_s - self._limits.shutdown_deadline_s / 4)
+                rest.callback(level.close, for_levels_s)
+            self._flush(deadline_s - seconds / 4)
 
     def _flush(self, deadline_s: float) -> None:
         """Give chunks that are not yet copied down a last chance."""
@@ -489,4 +502,4 @@ class Hierarchy:
             self.cascade.submit()
             hopeful = [each for each in hopeful if each.usable and each.transfers.drain(deadline_s)]
             self.poll()
-            has_more = any(self.cascade.num_waiting(level.name) for level in hopeful)
+            has_more = any(map(self.cascade.can_go_on_to, hopeful))

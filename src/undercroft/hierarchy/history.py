@@ -63,11 +63,11 @@ class History:
         when = int(self._clock.unix_s())
         self._waiting.extend([(when, level, event, reason, key) for key in keys or (b"",)])
 
-    def close(self, timeout_s: float = 1.0) -> None:
-        """Write what waits and let the file go; gives up on a disk that hangs."""
+    def close(self, deadline_s: float) -> None:
+        """Write what waits and let the file go; back by `deadline_s` though the disk hangs."""
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(timeout_s)
+            self._thread.join(max(0.0, deadline_s - self._clock.now_s()))
 
     def _run(self) -> None:
         while not self._stop.wait(_INTERVAL_S):

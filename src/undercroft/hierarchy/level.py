@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from itertools import islice
 
 from undercroft.admission.always import Always
@@ -18,18 +16,20 @@ from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
 from undercroft.hierarchy.follow import Follower
 from undercroft.hierarchy.outcome import Done, Op
+from undercroft.hierarchy.relief import Relief
+from undercroft.hierarchy.spending import Spending
 from undercroft.hierarchy.transfers import Transfers
+from undercroft.hierarchy.voiding import Voider
 from undercroft.keys import ChunkKey
 from undercroft.log import SparingLog
 from undercroft.policies.base import EvictionPolicy
-from undercroft.tiers.base import Bounded, Epochal, Following, Indexed, Tier
+from undercroft.tiers.base import Bounded, Following, Indexed, Tier
 
 __all__ = ["Level", "drop_reason"]
 
 _LOG = logging.getLogger(__name__)
 _MAX_EVICTIONS_PER_CALL = 64
 _UNBOUNDED_CHUNKS = 1 << 40
-_RAISE_RETRY_S = 1.0
 
 
 def drop_reason(error: KvError) -> str:
@@ -37,14 +37,6 @@ def drop_reason(error: KvError) -> str:
     if isinstance(error, CorruptChunk):
         return "corrupt"
     return type(error).__name__.removeprefix("Tier").lower()
-
-
-def _has_begun(thread: threading.Thread) -> bool:
-    """Whether `thread` was started: now, if it was not. False: there are no more threads."""
-    if thread.ident is None:
-        with suppress(RuntimeError):
-            thread.start()
-    return thread.ident is not None
 
 
 class _ClosedIndex:
@@ -59,19 +51,20 @@ class _ClosedIndex:
 
 
 class Level:
-    """A lower level. All methods but those of the raiser thread run on the scheduler thread.
+    """A lower level. All methods run on the scheduler thread.
 
     Args:
-        tier: Must be `Indexed`; `Bounded`, `Epochal` and `Following` are used when there.
+        tier: Must be `Indexed`; the other protocols of `tiers.base` are used when there.
         transfers: Moves the tier's bytes.
         slot_bytes: Bytes of a chunk of each size class, as the tier sees them.
         class_of: The size class of a key.
         make_policy: Called once per size class with the number of chunks it could have.
         admission: Asked once per chunk offered.
         write_deadline_s: How long a queued write may take.
+        write_rate_bytes: What may be written a second; None: no bound.
 
     Raises:
-        ConfigError: The tier is not `Indexed`.
+        ConfigError: The tier is not `Indexed`, or its budget is less than a chunk.
     """
 
     def __init__(  # noqa: PLR0913 - the one place where a level is put together
@@ -87,6 +80,7 @@ class Level:
         counters: Counters,
         events: LevelEvents,
         write_deadline_s: float,
+        write_rate_bytes: int | None = None,
     ) -> None:
         if not isinstance(tier, Indexed):
             raise ConfigError(
@@ -98,7 +92,6 @@ class Level:
         self.tier = tier
         self._indexed: Indexed = tier
         self._bounded = tier if isinstance(tier, Bounded) else None
-        self._epochal = tier if isinstance(tier, Epochal) else None
         self.transfers = transfers
         self._slot_bytes = tuple(slot_bytes)
         self._class_of = class_of
@@ -110,6 +103,9 @@ class Level:
         self._counters = counters
         self._events = events
         self._write_deadline_s = write_deadline_s
+        self._spending = Spending(
+            tier, rate_bytes=write_rate_bytes, largest_bytes=max(slot_bytes), clock=clock
+        )
         self._alarm = Alarm(tier.name, clock)
         self._was_up = True
         self._policies = [make_policy(self._capacity_chunks(n)) for n in self._slot_bytes]
@@ -117,17 +113,15 @@ class Level:
             max(1, min(32, self._capacity_chunks(n) // 64)) if self._bounded else 0
             for n in self._slot_bytes
         ]
+        self._relief = Relief([1 + ahead for ahead in self._ahead], clock)
         self._writing: dict[ChunkKey, tuple[int, int]] = {}
         self._late_writes: dict[int, tuple[ChunkKey, int]] = {}
         self._generation = 0
         self._free: dict[int, int] = {}
         self._num_writing = [0] * len(self._slot_bytes)
         self._num_deleting = [0] * len(self._slot_bytes)
-        self._epoch_seen = self._epochal.epoch() if self._epochal else None
-        """What is offered now is for this epoch, and refused once there is another."""
-        self._must_raise = False
-        self._raiser: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._is_closed = False
+        self.voider = Voider(tier, transfers, evictable=tier.evictable, clock=clock)
         self._adopt(tier.evictable())
         self._following: Following | None = tier if isinstance(tier, Following) else None
         self._follower = Follower(self._following, self.name, clock) if self._following else None
@@ -146,12 +140,7 @@ class Level:
     @property
     def usable(self) -> bool:
         """Whether the level is asked at all: not void, and its breaker lets calls through."""
-        raiser = self._raiser
-        if raiser is not None:
-            if not _has_begun(raiser) or raiser.is_alive():
-                return False
-            self._raiser = None
-        return self.transfers.available
+        return self.voider.is_over and self.transfers.available
 
     def has(self, key: ChunkKey) -> bool:
         """Whether a read of `key` is worth trying. No I/O."""
@@ -187,9 +176,13 @@ class Level:
         self._counters.note(self.name, "dropped", reason, key)
 
     def is_busy(self, num_bytes: int) -> bool:
-        """Whether the movers' queue is too full for a chunk; never while the level is unusable."""
+        """Whether a chunk has to wait; never while the level is unusable.
+
+        The movers' queue is too full for it, or it would be written faster than the user allows.
+        """
         queued, bound = self.transfers.queued_write_bytes, self.transfers.max_queued_write_bytes
-        return queued > 0 and queued + num_bytes > bound and self.usable
+        is_full = queued > 0 and queued + num_bytes > bound
+        return (is_full or self._spending.is_too_early(num_bytes)) and self.usable
 
     def offer(self, key: ChunkKey, data: memoryview) -> int | None:
         """Start writing `key`; returns the ticket, or None if it is not written (counted)."""
@@ -201,34 +194,60 @@ class Level:
             if self._writing[key][1] != self._generation:
                 self._decline("before_reset", key)
             return None
-        if self._indexed.has(key):
-            return None
-        if not self._admission.admit(key, len(data)):
-            self._decline("not_admitted", key)
+        if self._indexed.has(key) or not self._may_come(key, len(data)):
             return None
         self.make_room(size_class, 1)
         deadline_s = self._clock.now_s() + self._write_deadline_s
-        ticket = self.transfers.write(key, data, deadline_s, self._epoch_seen)
+        ticket = self.transfers.write(key, data, deadline_s, self.voider.epoch_seen)
         if ticket is None:
             self._decline("backpressure", key)
             return None
         self._writing[key] = (size_class, self._generation)
         self._num_writing[size_class] += 1
+        self._spending.begin(len(data))
         if size_class in self._free:
             self._free[size_class] -= 1
         return ticket
+
+    def _may_come(self, key: ChunkKey, num_bytes: int) -> bool:
+        """What the level's admission and the day's budget say; a refusal is counted."""
+        if not self._admission.admit(key, num_bytes):
+            self._decline("not_admitted", key)
+            return False
+        if self._spending.is_too_much(num_bytes):
+            self._decline("write_budget", key)
+            self._log.warning(
+                "tier %s: the day's write_budget is spent; chunks are not copied to it until some "
+                "of it comes back, at the turn of an hour",
+                self.name,
+            )
+            return False
+        return True
+
+    def decline_waiting(self, reason: str, keys: Sequence[ChunkKey]) -> None:
+        """`keys` waited too long for their turn to be written."""
+        for key in keys:
+            self._decline(reason, key)
+        self._log.warning(
+            "tier %s is written to more slowly than chunks are stored: some leave host memory "
+            "before they are copied to it",
+            self.name,
+        )
 
     def _decline(self, reason: str, key: ChunkKey) -> None:
         self._counters.declined_chunks[self.name, reason] += 1
         self._counters.note(self.name, "declined", reason, key)
 
-    def make_room(self, size_class: int, num_chunks: int) -> None:
-        """Delete the coldest chunks, so that `num_chunks` and a little more fit."""
+    def make_room(
+        self, size_class: int, num_chunks: int, *, at_most: int = _MAX_EVICTIONS_PER_CALL
+    ) -> int:
+        """Delete the coldest chunks, so that `num_chunks` and a little more fit; how many went."""
         missing = num_chunks + self._ahead[size_class] - self.free_for_writes(size_class)
         if missing <= 0:
-            return
+            return 0
         policy = self._policies[size_class]
-        for key in list(islice(policy.victims(), min(missing, _MAX_EVICTIONS_PER_CALL))):
+        victims = list(islice(policy.victims(), min(missing, at_most, _MAX_EVICTIONS_PER_CALL)))
+        for key in victims:
             policy.on_evict(key)
             self.transfers.delete(key)
             self._num_deleting[size_class] += 1
@@ -236,6 +255,13 @@ class Level:
             self._counters.evicted_chunks[self.name] += 1
             self._counters.note(self.name, "evicted", "capacity", key)
             self._events.add(self.name, key, removed=True)
+        return len(victims)
+
+    def _relieve(self, size_class: int) -> None:
+        """The tier said that it is full, whatever it said before."""
+        self._free[size_class] = 0
+        num_evicted = self.make_room(size_class, 1, at_most=self._relief.left(size_class))
+        self._relief.spend(size_class, num_evicted)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """`keys`, a prefix from the root on, were used."""
@@ -263,9 +289,8 @@ class Level:
             self._counters.dropped_chunks[self.name, drop_reason(error)] += 1
             self._counters.note(self.name, "dropped", drop_reason(error), key)
             self._tell(done.op, error)
-            if isinstance(error, TierFull) and not self._stop.is_set():
-                self._free[size_class] = 0  # whatever it said before
-                self.make_room(size_class, 1)
+            if isinstance(error, TierFull) and done.op is Op.WRITE and not self._is_closed:
+                self._relieve(size_class)
 
     def _note_state(self, error: KvError | None) -> None:
         is_up = self.transfers.breaker.state is BreakerState.CLOSED
@@ -287,13 +312,14 @@ class Level:
 
     def _tell(self, op: Op, error: KvError) -> None:
         """Say why, once a minute; what is full, being reset or closed is no news."""
-        if self._raiser is None and not isinstance(error, TierFull | TierClosed | CorruptChunk):
+        if self.voider.is_over and not isinstance(error, TierFull | TierClosed | CorruptChunk):
             self._log.warning("tier %s failed to %s a chunk: %s", self.name, op.value, error)
 
     def _settle_write(self, done: Done) -> None:
         key, error = done.outcome.key, done.outcome.error
         size_class, generation = self._writing.pop(key)
         self._num_writing[size_class] -= 1
+        self._spending.end(self._slot_bytes[size_class])
         if not done.buffer_free:
             self._late_writes[done.ticket] = (key, generation)
         if generation != self._generation:
@@ -304,6 +330,7 @@ class Level:
         if not done.outcome.num_bytes:
             self._decline("before_reset", key)
             return
+        self._relief.helped(size_class)
         policy = self._policies[size_class]
         if key not in policy:
             policy.on_insert(key)
@@ -321,87 +348,46 @@ class Level:
     def _keep_evictable(self, key: ChunkKey) -> None:
         """If the tier holds `key` in spite of a failure, see to it that it can be evicted."""
         policy = self._policies[self._class_of(key)]
-        if self._raiser is None and key not in policy and self._indexed.has(key):
+        if self.voider.is_over and key not in policy and self._indexed.has(key):
             policy.on_insert(key)
             self._events.add(self.name, key, removed=False)
 
-    # --- epochs -------------------------------------------------------------------------------
+    # --- resets and the end -------------------------------------------------------------------
 
     def epoch_moved(self) -> bool:
         """Whether another process raised the epoch since this level was last made void."""
-        if self._epochal is None or self._raiser is not None or self._stop.is_set():
-            return False
-        return self._epochal.epoch() != self._epoch_seen
+        return self.voider.epoch_moved()
 
-    def void(self, *, raise_epoch: bool) -> None:
+    def owe_reset(self) -> None:
+        """Before anything else is done about a reset of all processes; `void` has to follow."""
+        self.voider.owe()
+
+    def void(self) -> None:
         """Forget everything; the level is unusable until nothing old can be written any more.
 
-        With `raise_epoch`, what is stored becomes void for every process, durably; `wait_void`
+        After `owe_reset`, what is stored becomes void for every process, durably; `wait_void`
         waits for that.
         """
         self._generation += 1
         self._counters.note(self.name, "reset", "other")
-        before = self._epoch_seen
-        if self._epochal is not None and not self._stop.is_set():
-            self._epoch_seen = self._epochal.epoch()
         self.transfers.cancel_queued()
         for policy in self._policies:
             for key in list(policy.victims()):
                 policy.on_drop(key)
                 self._events.add(self.name, key, removed=True)
-        self._must_raise |= raise_epoch
-        if self._epoch_seen != before and not self._must_raise:
-            return  # the tier serves nothing of before, and takes nothing that is for it
-        self._raiser = threading.Thread(
-            target=self._run_raiser,
-            args=(self._generation,),
-            name=f"undercroft-{self.name}-epoch",
-        )
-        self._raiser.daemon = True
-        _has_begun(self._raiser)
+        self.voider.begin()
 
     def wait_void(self, timeout_s: float) -> bool:
-        """Wait until the epoch is raised; False if it is not by then, or the level is closed."""
-        if self._raiser is None:
-            return not self._stop.is_set()
-        if not _has_begun(self._raiser):
-            return False
-        self._raiser.join(timeout_s)
-        return not (self._raiser.is_alive() or self._stop.is_set())
-
-    def _run_raiser(self, generation: int) -> None:
-        # A write that is under way is refused if it comes into a new epoch. Without one it has to
-        # be waited for. If it hangs, make void at once, and again when it is out.
-        is_refused = self._epochal is not None and self._must_raise
-        drained = is_refused or self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
-        while not self._stop.is_set() and generation == self._generation:
-            try:
-                self._make_void(generation)
-            except Exception as error:  # noqa: BLE001 - a stranger's tier may raise anything
-                self._log.warning("tier %s: the epoch cannot be raised yet: %s", self.name, error)
-                self._stop.wait(_RAISE_RETRY_S)
-                continue
-            if drained:
-                return
-            while not (drained or self._stop.is_set()):
-                drained = self.transfers.drain(self._clock.now_s() + _RAISE_RETRY_S)
-
-    def _make_void(self, generation: int) -> None:
-        if self._epochal is not None and self._must_raise:
-            raised = self._epochal.raise_epoch()
-            if generation == self._generation:
-                self._epoch_seen, self._must_raise = raised, False
-            return
-        # No new epoch here, but perhaps in a level beside: what we wrote is from before.
-        for key, _ in list(self._indexed.evictable()):
-            self.tier.delete(key)
+        """Wait until the level is void; False if it is not by then, or is closed."""
+        return self.voider.wait(timeout_s)
 
     def close(self, deadline_s: float) -> None:
         """Stop the movers and close the tier, bounded even if the tier hangs.
 
         What ended by then is still to be settled; the level holds nothing any more.
         """
-        self._stop.set()
+        self._is_closed = True
+        self.voider.close(max(0.0, deadline_s - self._clock.now_s()) / 4)
         if self._follower is not None:
             self._follower.close(max(0.0, deadline_s - self._clock.now_s()) / 4)
         try:

@@ -94,7 +94,7 @@ class Region:
         """
         seat = config.num_ranks if role == "scheduler" else role
         lengths = tuple(chunk_bytes or ())
-        check_limits(config.shape, config.identity, lengths, note)
+        check_limits(config.shape, config.identity, lengths, note, config.version)
         is_rank = role != "scheduler"
         if is_rank and not (0 <= seat < config.num_ranks and lengths):
             raise ConfigError(

@@ -2,7 +2,8 @@
 
 ::
 
-    0                  header: magic, num_ranks, total, identity, ready bytes, a flag per seat
+    0                  header: magic, num_ranks, total, identity, ready bytes, a flag per seat,
+                       version
     + a page           failure counters, one word per rank
     + a page a seat    records: nonce, device, inode, process, chunk sizes per group
     + 16 KiB a rank    failure rings
@@ -21,13 +22,14 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from undercroft.errors import ConfigError
+from undercroft.errors import ConfigError, CorruptChunk
 
 __all__ = [
     "MAX_GROUPS",
     "MAX_IDENTITY_BYTES",
     "MAX_NOTE_BYTES",
     "MAX_RANKS",
+    "MAX_VERSION_BYTES",
     "NONCE_BYTES",
     "OS_PAGE_BYTES",
     "RING_SLOTS",
@@ -44,6 +46,7 @@ RING_SLOTS = 1024
 MAX_RANKS = 256
 MAX_GROUPS = 384
 MAX_IDENTITY_BYTES = 64
+MAX_VERSION_BYTES = 64
 
 _NOTE_AREA_BYTES = 8 << 10
 MAX_NOTE_BYTES = _NOTE_AREA_BYTES - 8
@@ -54,12 +57,13 @@ _HUGE_PAGE_BYTES = 2 << 20
 _WORD = 8
 _ENTRY_WORDS = 2  # of a failure ring: the store, and a check that it belongs to this lap
 _WORD_MASK = (1 << 64) - 1
-_MAGIC = int.from_bytes(b"ucroft\x00\x02", "little")
+_MAGIC = int.from_bytes(b"ucroft\x00\x03", "little")
 
 # Words of the header page.
 _MAGIC_WORD, _RANKS_WORD, _TOTAL_WORD, _IDENTITY_LENGTH_WORD, _READY_WORD = range(5)
 _IDENTITY_OFFSET = 64
 _JOINED_WORD = 32  # and one per seat from there
+_VERSION_OFFSET = _HEADER_BYTES - MAX_VERSION_BYTES  # zeros after it
 
 # Words of a record, after its nonce.
 _DEVICE_WORD, _INODE_WORD, _PROCESS_WORD, _NUM_GROUPS_WORD, _GROUPS_WORD = range(2, 7)
@@ -152,6 +156,7 @@ class Header:
 
     shape: RegionShape
     identity: bytes
+    version: str
     joined: tuple[int, ...]  # seats
 
     @classmethod
@@ -159,13 +164,15 @@ class Header:
         """The header in the file's first page, or None if this version wrote none there."""
         if len(raw) < _HEADER_BYTES:
             return None
-        words = memoryview(raw).cast("Q")
+        words = memoryview(raw)[:_HEADER_BYTES].cast("Q")
         num_ranks, length = words[_RANKS_WORD], words[_IDENTITY_LENGTH_WORD]
         if words[_MAGIC_WORD] != _MAGIC or num_ranks > MAX_RANKS or length > MAX_IDENTITY_BYTES:
             return None
         shape = RegionShape(num_ranks, words[_TOTAL_WORD])
         joined = tuple(s for s in range(shape.num_seats) if words[_JOINED_WORD + s])
-        return cls(shape, raw[_IDENTITY_OFFSET : _IDENTITY_OFFSET + length], joined)
+        version = raw[_VERSION_OFFSET:_HEADER_BYTES].rstrip(b"\0").decode(errors="replace")
+        identity = raw[_IDENTITY_OFFSET : _IDENTITY_OFFSET + length]
+        return cls(shape, identity, version, joined)
 
     @classmethod
     def num_bytes(cls) -> int:
@@ -176,9 +183,10 @@ class Header:
         """Ranks that have not joined."""
         return tuple(r for r in range(self.shape.num_ranks) if r not in self.joined)
 
-    def difference(self, shape: RegionShape, identity: bytes) -> str | None:
-        """How a participant that wants `shape` and `identity` disagrees, naming both; or None."""
+    def difference(self, shape: RegionShape, identity: bytes, version: str) -> str | None:
+        """How a participant that wants these disagrees, naming both; or None."""
         found = (
+            ("version", self.version or "unknown", version or "unknown"),
             ("ranks", self.shape.num_ranks, shape.num_ranks),
             ("total_bytes", self.shape.total_bytes, shape.total_bytes),
             ("configuration", self.identity.hex(), identity.hex()),
@@ -210,7 +218,7 @@ class Control:
         for view in (self._counters, self._words, self._bytes):
             view.release()
 
-    def write_header(self, identity: bytes, ready_bytes: int) -> None:
+    def write_header(self, identity: bytes, version: str, ready_bytes: int) -> None:
         """Make an empty file a region; magic last. Writer: the creator, holding the door."""
         words = self._words
         words[_RANKS_WORD] = self.shape.num_ranks
@@ -218,12 +226,14 @@ class Control:
         words[_IDENTITY_LENGTH_WORD] = len(identity)
         words[_READY_WORD] = ready_bytes
         self._bytes[_IDENTITY_OFFSET : _IDENTITY_OFFSET + len(identity)] = identity
+        name = version.encode()
+        self._bytes[_VERSION_OFFSET : _VERSION_OFFSET + len(name)] = name
         words[_MAGIC_WORD] = _MAGIC
 
     @property
     def ready_bytes(self) -> int:
-        """Length of the buffer's prefix whose pages exist."""
-        return self._words[_READY_WORD]
+        """Length of the buffer's prefix whose pages exist; never more than the buffer has."""
+        return min(self._words[_READY_WORD], self.shape.total_bytes)
 
     def set_ready_bytes(self, ready_bytes: int) -> None:
         """Writer: the creator first, the scheduler process after it has joined."""
@@ -266,9 +276,16 @@ class Control:
         self._bytes[start + _WORD : start + _WORD + len(note)] = note
 
     def note(self, rank: int) -> bytes:
-        """What the rank said of itself."""
+        """What the rank said of itself.
+
+        Raises:
+            CorruptChunk: It says that it is longer than there is room for.
+        """
         start = self._note_offset(rank)
-        return bytes(self._bytes[start + _WORD : start + _WORD + self._words[start // _WORD]])
+        length = self._words[start // _WORD]
+        if length > MAX_NOTE_BYTES:
+            raise CorruptChunk(f"host region: the note of rank {rank} says {length} bytes")
+        return bytes(self._bytes[start + _WORD : start + _WORD + length])
 
     def _note_offset(self, rank: int) -> int:
         return self.shape.notes_offset + rank * _NOTE_AREA_BYTES
@@ -296,10 +313,16 @@ class Control:
         return all(self._bytes[start : start + NONCE_BYTES] == nonce for start in starts)
 
     def chunk_bytes(self, rank: int) -> tuple[int, ...]:
-        """What the rank said about its groups."""
+        """What the rank said about its groups.
+
+        Raises:
+            CorruptChunk: It says more of them than there can be.
+        """
         first = (self.shape.records_offset + rank * _RECORD_BYTES) // _WORD
-        start = first + _GROUPS_WORD
-        return tuple(self._words[start : start + self._words[first + _NUM_GROUPS_WORD]])
+        start, num_groups = first + _GROUPS_WORD, self._words[first + _NUM_GROUPS_WORD]
+        if num_groups > MAX_GROUPS:
+            raise CorruptChunk(f"host region: the record of rank {rank} says {num_groups} groups")
+        return tuple(self._words[start : start + num_groups])
 
     def counters_image(self) -> bytes:
         """All failure counters, to be compared with an earlier image: one read."""
@@ -349,7 +372,11 @@ def _entry_check(store_id: int, number: int) -> int:
 
 
 def check_limits(
-    shape: RegionShape, identity: bytes, chunk_bytes: Sequence[int], note: bytes = b""
+    shape: RegionShape,
+    identity: bytes,
+    chunk_bytes: Sequence[int],
+    note: bytes = b"",
+    version: str = "",
 ) -> None:
     """Refuse what the control area has no room for.
 
@@ -360,6 +387,7 @@ def check_limits(
         ("total_bytes", shape.total_bytes, 1, 1 << 62),
         ("num_ranks", shape.num_ranks, 1, MAX_RANKS),
         ("length of identity", len(identity), 1, MAX_IDENTITY_BYTES),
+        ("length of version", len(version.encode()), 0, MAX_VERSION_BYTES),
         ("number of groups", len(chunk_bytes), 0, MAX_GROUPS),
         ("length of a rank's note", len(note), 0, MAX_NOTE_BYTES),
         *(("chunk_bytes", length, 1, 1 << 62) for length in chunk_bytes),

@@ -50,6 +50,7 @@ class RegionConfig:
         total_bytes: Length of the buffer, all ranks together.
         identity: Digest of the configuration that decides the meaning of the bytes, 1-64 bytes.
         directory: A memory file system.
+        version: Of this library. Another one may lay out slots, or count jobs, otherwise.
     """
 
     engine_id: str
@@ -57,6 +58,7 @@ class RegionConfig:
     total_bytes: int
     identity: bytes
     directory: Path = Path("/dev/shm")  # noqa: S108 - memory, not a place for temporary files
+    version: str = ""
 
     @property
     def shape(self) -> RegionShape:
@@ -144,15 +146,15 @@ class Entrance:
         if dead or not header.joined:
             return self._remove_stale()
         seat = self.lock.seat
-        difference = header.difference(self.config.shape, self.config.identity)
+        difference = header.difference(self.config.shape, self.config.identity, self.config.version)
         if self.lock.is_taken(seat):
             return self._wait_for_seat(header, difference)
         if difference is not None:
             raise ConfigError(
                 f"host region of engine {self.config.engine_id}: "
                 f"{seat_name(seat, self.config.num_ranks)} and those already there differ: "
-                f"{difference}; all processes of an engine need the same settings, and another "
-                "engine another engine_id"
+                f"{difference}; all processes of an engine need the same settings and version of "
+                "undercroft, and another engine another engine_id"
             )
         if not self._is_rank and header.missing():
             names = ", ".join(f"rank {rank}" for rank in header.missing())
@@ -224,7 +226,7 @@ class Entrance:
             mapping.madvise(mmap.MADV_HUGEPAGE)
         control = Control(mapping, shape)
         if is_new:
-            control.write_header(self.config.identity, ready_bytes)
+            control.write_header(self.config.identity, self.config.version, ready_bytes)
         nonce = secrets.token_bytes(NONCE_BYTES)
         status = os.fstat(fd)
         file_id = (status.st_dev, status.st_ino)

@@ -28,6 +28,8 @@ __all__ = ["SeatLock", "region_path", "sweep_dead_regions"]
 
 _LOG = logging.getLogger(__name__)
 
+_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_PRIVATE = 0o600
 _DOOR_BYTE = 0
 _FIRST_SEAT_BYTE = 1
 _PREFIX = "undercroft-"
@@ -113,9 +115,9 @@ class SeatLock:
         Raises:
             ConfigError: What lies there cannot be ours.
         """
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+        flags = _OPEN | (os.O_CREAT if create else 0)
         try:
-            self._fd = os.open(self.path, flags, 0o600)
+            self._fd = os.open(self.path, flags, _PRIVATE)
         except FileNotFoundError as error:
             if self.path.parent.is_dir():
                 return False
@@ -132,8 +134,11 @@ class SeatLock:
 
     def _check_ours(self) -> None:
         status = os.fstat(self._fd)
-        is_own_file = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-        if is_own_file and not stat.S_IMODE(status.st_mode) & 0o077:
+        is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
+        mode = stat.S_IMODE(status.st_mode)
+        if is_plain and status.st_uid == os.geteuid() and not mode & ~_PRIVATE:
+            if mode != _PRIVATE:  # just made, under a umask that forbids even us
+                os.fchmod(self._fd, _PRIVATE)
             return
         self.abandon()
         raise ConfigError(
@@ -202,7 +207,7 @@ def sweep_dead_regions(directory: Path, keep: Path) -> None:
         if path == keep or not _NAME.fullmatch(path.name):
             continue
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = os.open(path, _OPEN)
         except OSError:
             continue
         try:

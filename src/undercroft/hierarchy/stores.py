@@ -90,6 +90,10 @@ class Stores:
         """Chunks under way."""
         return self._num_chunks
 
+    def requests(self) -> list[Request]:
+        """Those with chunks under way."""
+        return [stores[0].request for stores in self._of_request.values()]
+
     def prepare(self, keys: Sequence[ChunkKey], request: Request) -> StorePlan:
         """See `Hierarchy.prepare_store`."""
         pool = self._pool
@@ -219,13 +223,18 @@ class Stores:
                 store.failed.update(store.keys[number - 1 : number] if number else store.keys)
 
     def forget_all(self) -> list[int]:
-        """At the engine's reset, after which no end is told: the slots, each pinned once more."""
+        """At the engine's reset, after which no end is told: the slots, each pinned once more.
+
+        Their keys are void, if they aren't yet: nobody will say that the bytes are there.
+        """
         held: list[int] = []
         for store in self._open.values():
             held.extend(store.slots.values())
             store.request.num_storing = 0
-        for slot in held:
-            self._pool.slots.pin(slot)
+            for key, slot in store.slots.items():
+                self._pool.slots.pin(slot)
+                if self._pool.find(key) == slot:
+                    self._pool.void(key, slot)
         self._open.clear()
         self._of_request.clear()
         self._voided.clear()

@@ -18,7 +18,7 @@ from undercroft.keys import Namespace
 
 __all__ = ["MANIFEST_FORMAT", "EngineFacts", "KeyHash", "key_hash", "namespace"]
 
-MANIFEST_FORMAT = 2
+MANIFEST_FORMAT = 3
 """Raised when a field is added to the manifest, renamed, or changes its meaning."""
 
 _NOT_COLLISION_RESISTANT = ("xxhash", "xxhash_cbor")
@@ -52,9 +52,9 @@ class EngineFacts:
         stored_layout: How the bytes of all ranks make up a chunk, see `layout.stored`. `direct`:
             the topology decides, and is in the manifest.
         layer_names: By group id the layers of all pipeline stages; empty: the configuration's.
+        stages: Of each pipeline stage, by group id, the names of its layers; empty: there is one.
         model: More about the model as JSON data, where the adapter can see it: quantization,
             rope, sliding windows, attention backend.
-        adapters: Fingerprints of adapters (LoRA) that keys know by name only, by that name.
         settled_extras: Extras of the configuration, by dotted path, that stay out because `model`
             says what of them decides bytes.
     """
@@ -66,8 +66,8 @@ class EngineFacts:
     key_hash: KeyHash
     stored_layout: str = "direct"
     layer_names: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    stages: Sequence[Mapping[int, Sequence[str]]] = ()
     model: Mapping[str, Any] = field(default_factory=dict)
-    adapters: Mapping[str, Fingerprint] = field(default_factory=dict)
     settled_extras: frozenset[str] = frozenset()
 
 
@@ -119,10 +119,12 @@ def namespace(engine: EngineConfig, fingerprint: Fingerprint, facts: EngineFacts
             "kv_cache_layout": config.kv_cache_layout,
             "stored": facts.stored_layout,
         },
-        "topology": _topology(config) if facts.stored_layout == "direct" else {},
+        "topology": _topology(config, facts) if facts.stored_layout == "direct" else {},
         "hash": {"algorithm": facts.key_hash.algorithm, "seed": facts.key_hash.seed},
         "extras": {
-            name: value for name, value in engine.extras.items() if name not in facts.settled_extras
+            name: _veiled(value)
+            for name, value in engine.extras.items()
+            if name not in facts.settled_extras
         },
     }
     return Namespace(manifest)
@@ -136,7 +138,6 @@ def _model(
         "weights": _weights(fingerprint),
         "dtype": config.model.dtype,
         "facts": dict(facts.model),
-        "adapters": {name: _weights(found) for name, found in facts.adapters.items()},
     }
 
 
@@ -156,7 +157,7 @@ def _groups(config: OffloadingConfig, facts: EngineFacts) -> list[dict[str, Any]
     ]
 
 
-def _topology(config: OffloadingConfig) -> dict[str, Any]:
+def _topology(config: OffloadingConfig, facts: EngineFacts) -> dict[str, Any]:
     """No rank: a slot holds the bytes of all."""
     parallel = config.parallel
     return {
@@ -164,4 +165,22 @@ def _topology(config: OffloadingConfig) -> dict[str, Any]:
         "pp_size": parallel.pp_size,
         "pcp_size": parallel.pcp_size,
         "dcp_size": parallel.dcp_size,
+        "stages": [
+            {str(group_id): list(stage[group_id]) for group_id in sorted(stage)}
+            for stage in facts.stages
+        ],
     }
+
+
+def _veiled(value: object) -> object:
+    """`value` with digests for its texts: nobody knows what they are, and manifests are readable.
+
+    Equal texts have equal digests, so engines are kept apart as before.
+    """
+    if isinstance(value, str):
+        return f"sha256:{hashlib.sha256(value.encode()).hexdigest()[:16]}"
+    if isinstance(value, Mapping):
+        return {name: _veiled(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_veiled(one) for one in value]
+    return value

@@ -26,6 +26,7 @@ _MAX_SAMPLES = 4096
 _MIN_SAMPLES_PER_FILE = 16
 _MAX_HEADER_BYTES = 32 * 1024**2
 _MAX_TEXT_BYTES = 16 * 1024**2
+_MAX_REFERENCE_BYTES = 4096
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz")
 _TEXTS = (".json", ".py")
 _NO_INFLUENCE = re.compile(
@@ -158,7 +159,8 @@ def _tensors(path: Path, size: int) -> tuple[int, list[int]]:
                 entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"
             ]
             start = 8 + length
-            return start, sorted(start + (int(a) + int(b)) // 2 for a, b in offsets)
+            middles = (start + (int(a) + int(b)) // 2 for a, b in offsets)
+            return start, sorted(min(max(0, middle), size) for middle in middles)
         except (
             JSONDecodeError,
             UnicodeDecodeError,
@@ -166,6 +168,8 @@ def _tensors(path: Path, size: int) -> tuple[int, list[int]]:
             KeyError,
             TypeError,
             ValueError,
+            OverflowError,
+            RecursionError,
         ):
             return 8 + length, []
 
@@ -205,7 +209,8 @@ def _resolve(folder: Path, revision: str) -> str | None:
     if not _COMMIT.fullmatch(revision):
         if not reference.is_file():
             return None
-        commit = reference.read_text(encoding="ascii", errors="replace").strip()
+        with reference.open("rb") as file:
+            commit = file.read(_MAX_REFERENCE_BYTES).decode("ascii", "replace").strip()
     known = _COMMIT.fullmatch(commit) and (folder / "snapshots" / commit).is_dir()
     return commit if known else None
 

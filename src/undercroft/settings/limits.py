@@ -28,6 +28,8 @@ DEFAULT_CAPACITY_BYTES = 100 * 1024**3
 """At most this much for stock's `fs` tier when no capacity is written."""
 
 _UNLIMITED_BYTES = 2**60
+_MAX_DIGITS = 20
+_MAX_TEXT_BYTES = 1 << 20
 _Files = tuple[str, str, tuple[str, ...]]
 _V1: _Files = (
     "memory.limit_in_bytes",
@@ -183,9 +185,9 @@ def _file_system(path: Path) -> tuple[int, int] | None:
 def _machine_bounds(root: Path) -> Iterator[Bound]:
     text = _text(root / "proc/meminfo")
     kib = {
-        name: int(rest.split()[0])
+        name: number
         for name, _, rest in (line.partition(":") for line in text.splitlines())
-        if rest.split() and rest.split()[0].isdigit()
+        if (number := _whole(rest.removesuffix("kB"))) is not None
     }
     if "MemAvailable" in kib and "MemTotal" in kib:
         detail = f"MemAvailable; MemTotal is {format_bytes(kib['MemTotal'] * 1024)}"
@@ -194,7 +196,10 @@ def _machine_bounds(root: Path) -> Iterator[Bound]:
 
 def _cgroup_bounds(root: Path) -> Iterator[Bound]:
     for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
+        _, _, said = line.partition(":")
+        controllers, is_line, path = said.partition(":")
+        if not is_line:
+            continue
         if controllers == "":
             places, files = ["sys/fs/cgroup", "sys/fs/cgroup/unified"], _V2
         elif "memory" in controllers.split(","):
@@ -227,17 +232,23 @@ def _page_cache(file: Path, active_names: tuple[str, ...]) -> int:
     for active in active_names:
         if active in stat:
             inactive = active.replace("active", "inactive")
-            return int(stat[active]) + int(stat.get(inactive, 0))
+            return (_whole(stat[active]) or 0) + (_whole(stat.get(inactive, "")) or 0)
     return 0
 
 
 def _number(file: Path) -> int | None:
-    text = _text(file).strip()
-    return int(text) if text.isdigit() else None
+    return _whole(_text(file))
+
+
+def _whole(text: str) -> int | None:
+    """The number that `text` is, if the kernel can have meant it."""
+    text = text.strip()
+    return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else None
 
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="ascii", errors="replace")
-    except OSError:
+        with file.open("rb") as open_file:
+            return open_file.read(_MAX_TEXT_BYTES).decode("ascii", "replace")
+    except (OSError, ValueError):  # a name with a zero in it is a ValueError
         return ""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from undercroft.errors import ConfigError
 from undercroft.settings.schema import (
+    FAULTY,
     KEYS,
     TIER_KEYS,
     TIER_OPTIONS,
@@ -41,6 +42,9 @@ class TierSettings:
             `undercroft.settings.schema.TIER_OPTIONS`.
         events: Whether to report stores and removals when the engine sends events.
         locality: `LOCAL` or `REMOTE`, for events.
+        write_rate_bytes: What may be written to it a second, or None.
+        faults: The control file of faults injected on purpose, if it was written as the `inner`
+            of a tier of type `faulty`; see docs/how-to/break-it.md.
     """
 
     name: str
@@ -52,6 +56,8 @@ class TierSettings:
     options: Mapping[str, Any] = field(default_factory=_nothing)
     events: bool = True
     locality: str | None = None
+    write_rate_bytes: int | None = None
+    faults: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,7 @@ class Settings:
         tiers: Nearest first.
         model_id: What the user calls these weights, or None.
         offload_prompt_only: Keep prompts only, not generated tokens.
+        keep_across_sleep: Drop nothing when the engine sleeps or pauses.
         self_describing_kv_events: Events carry token ids and parent hashes.
         lookup_deadline_s: See `undercroft.settings.schema.KEYS`, as for those that follow.
         promote_deadline_s: The same.
@@ -86,6 +93,7 @@ class Settings:
     tiers: tuple[TierSettings, ...] = ()
     model_id: str | None = None
     offload_prompt_only: bool = True
+    keep_across_sleep: bool = False
     self_describing_kv_events: bool = False
     lookup_deadline_s: float = 0.020
     promote_deadline_s: float = 2.0
@@ -153,6 +161,8 @@ def _tier(entry: dict[str, Any], where: str, taken: set[str]) -> TierSettings:
     if "type" not in entry:
         raise ConfigError(f'{where} lacks type such as "disk": {TIER_KEYS["type"].meaning}')
     kind = TIER_KEYS["type"].kind(entry["type"], f"type of {where}")
+    if kind == FAULTY:
+        return _faulty(entry, where, taken)
     options = TIER_OPTIONS.get(kind)
     valid: Mapping[str, Key] = {**TIER_KEYS, **(options or {})}
     where = f"{where} (type {kind})"
@@ -162,19 +172,41 @@ def _tier(entry: dict[str, Any], where: str, taken: set[str]) -> TierSettings:
         name: valid[name].kind(value, f"{name} of {where}") if name in valid else value
         for name, value in entry.items()
     }
-    missing = [name for name, key in valid.items() if key.default == "required"]
-    for name in missing:
-        if name not in parsed:
-            example = ' such as "1TiB"' if name == "capacity" else ""
-            raise ConfigError(f"{where} lacks {name}{example}: {valid[name].meaning}")
+    _refuse_missing(parsed, valid, where)
     _spread_admission(parsed)
     own = ("admission_options",)
     common = {k: v for k, v in parsed.items() if k in TIER_KEYS or k in own}
     rest = {k: v for k, v in parsed.items() if k not in common}
     common["name"] = _name(common.get("name"), kind, where, taken)
     return TierSettings(
-        capacity_bytes=common.pop("capacity", None), options=MappingProxyType(rest), **common
+        capacity_bytes=common.pop("capacity", None),
+        write_rate_bytes=common.pop("write_rate", None),
+        options=MappingProxyType(rest),
+        **common,
     )
+
+
+def _faulty(entry: dict[str, Any], where: str, taken: set[str]) -> TierSettings:
+    """The tier inside, as if it stood there by itself, and the file that makes it go wrong."""
+    where = f"{where} (type {FAULTY})"
+    valid = {"type": TIER_KEYS["type"], **TIER_OPTIONS[FAULTY]}
+    common = sorted(name for name in entry if name in TIER_KEYS and name != "type")
+    if common:
+        raise ConfigError(f"{where} has the key {common[0]!r}, which belongs into inner")
+    refuse_unknown(entry, valid, where)
+    parsed = {name: valid[name].kind(value, f"{name} of {where}") for name, value in entry.items()}
+    _refuse_missing(parsed, valid, where)
+    inner = _tier(parsed["inner"], f"inner of {where}", taken)
+    if inner.faults is not None:
+        raise ConfigError(f"inner of {where} is of that type, too; keep one of them")
+    return replace(inner, faults=parsed["control"])
+
+
+def _refuse_missing(parsed: dict[str, Any], valid: Mapping[str, Key], where: str) -> None:
+    for name, key in valid.items():
+        if key.default == "required" and name not in parsed:
+            example = ' such as "1TiB"' if name == "capacity" else ""
+            raise ConfigError(f"{where} lacks {name}{example}: {key.meaning}")
 
 
 def _name(given: str | None, kind: str, where: str, taken: set[str]) -> str:

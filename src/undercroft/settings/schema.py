@@ -15,11 +15,13 @@ from undercroft.settings.sizes import SIZE_FORMS, parse_size
 __all__ = [
     "DEFAULT_CAPACITY",
     "ENGINE_KEYS",
+    "FAULTY",
     "KEYS",
     "TIER_KEYS",
     "TIER_OPTIONS",
     "Key",
     "Kind",
+    "an_object",
     "anything",
     "capacity",
     "chosen",
@@ -148,6 +150,13 @@ def objects(value: object, where: str) -> list[dict[str, Any]]:
     return [dict(item) for item in value]
 
 
+def an_object(value: object, where: str) -> dict[str, Any]:
+    """One object; copied one level deep."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} is {value!r}, but must be an object")
+    return dict(value)
+
+
 def anything(value: object, _where: str) -> object:
     """Whatever was written."""
     return value
@@ -194,6 +203,7 @@ KEYS: Mapping[str, Key] = _table(
     Key("tiers", objects, "[]", "Tiers below host memory, nearest first."),
     Key("model_id", text, "found out", "Says which weights these are, instead of a fingerprint."),
     Key("offload_prompt_only", flag, "true", "Keep prompts only, not generated tokens."),
+    Key("keep_across_sleep", flag, "false", "Drop nothing when the engine sleeps or pauses."),
     Key(
         "self_describing_kv_events",
         flag,
@@ -202,7 +212,7 @@ KEYS: Mapping[str, Key] = _table(
     ),
     Key("lookup_deadline_s", seconds, "0.02", "Longest wait for a remote tier to answer a lookup."),
     Key("promote_deadline_s", seconds, "2", "Longest wait for a chunk to come up from a tier."),
-    Key("drain_deadline_s", seconds, "1", "Longest wait for transfers under way when resetting."),
+    Key("drain_deadline_s", seconds, "1", "Longest wait for lower levels to take a reset."),
     Key("shutdown_deadline_s", seconds, "3", "Longest wait for transfers under way at the end."),
     Key("join_deadline_s", seconds, "60", "Longest wait for all ranks to join host memory."),
     Key(
@@ -225,8 +235,12 @@ TIER_KEYS: Mapping[str, Key] = _table(
     Key("admission", chosen, "always", "Which chunks may enter this tier."),
     Key("events", flag, "true", "Report what it stores and removes, if the engine sends events."),
     Key("locality", locality, _NO_DEFAULT, "LOCAL or REMOTE, as its events say."),
+    Key("write_rate", size, _NO_DEFAULT, "Bytes a second that may be written to it."),
 )
 """What may be written in an entry of `tiers`, whatever its type."""
+
+FAULTY = "faulty"
+"""The type that stands round a tier to make it go wrong; it has none of `TIER_KEYS` but `type`."""
 
 TIER_OPTIONS: Mapping[str, Mapping[str, Key]] = {
     "memory": {},
@@ -245,8 +259,18 @@ TIER_OPTIONS: Mapping[str, Mapping[str, Key]] = {
             "Threads that read and write.",
         ),
         Key(
+            "write_budget",
+            size,
+            _NO_DEFAULT,
+            "Bytes a day that may be written to it, by all engines on the path together.",
+        ),
+        Key(
             "direct", flag, "where possible", "Bypass the page cache where the file system lets us."
         ),
+    ),
+    FAULTY: _table(
+        Key("control", text, "required", "File that says what goes wrong on purpose."),
+        Key("inner", an_object, "required", "The tier that goes wrong, written as by itself."),
     ),
 }
 """What else may be written, by type. A type that is not here takes its options unchecked."""

@@ -18,12 +18,21 @@ from undercroft.settings.model import Settings, build
 from undercroft.settings.schema import ENGINE_KEYS
 from undercroft.settings.stock import Written, translate
 
-__all__ = ["ENVIRONMENT_PREFIX", "FILE_VARIABLE", "Merged", "assignments", "load", "merge"]
+__all__ = [
+    "ENVIRONMENT_PREFIX",
+    "FILE_VARIABLE",
+    "Merged",
+    "assignments",
+    "load",
+    "merge",
+    "parse_file",
+]
 
 ENVIRONMENT_PREFIX = "UNDERCROFT_"
 FILE_VARIABLE = "UNDERCROFT_CONFIG"
 """Environment variable that names the TOML file."""
 
+_MAX_FILE_BYTES = 1 << 20
 _KUBERNETES = re.compile(r"UNDERCROFT_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
 """What Kubernetes adds to every container beside a service `undercroft`, or `undercroft-chat`."""
 _TESTS = ENVIRONMENT_PREFIX + "TEST_"
@@ -126,10 +135,26 @@ def assignments(words: Sequence[str]) -> dict[str, str]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as exc:
+        with file.open("rb") as open_file:
+            data = open_file.read(_MAX_FILE_BYTES + 1)
+        return parse_file(data, str(file))
+    except OSError as exc:
         raise ConfigError(f"the settings file {file} cannot be read: {exc}") from exc
-    except tomllib.TOMLDecodeError as exc:
+
+
+def parse_file(data: bytes, file: str) -> dict[str, Any]:
+    """What the bytes of the settings file `file` say.
+
+    Raises:
+        ConfigError: They are not TOML, or more than any settings are.
+    """
+    if len(data) > _MAX_FILE_BYTES:
+        raise ConfigError(f"the settings file {file} has more than {_MAX_FILE_BYTES} bytes")
+    try:
+        return tomllib.loads(data.decode().replace("\r\n", "\n"))
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"the settings file {file} cannot be read: {exc}") from exc
+    except (ValueError, RecursionError) as exc:
         raise ConfigError(f"the settings file {file} is not TOML: {exc}") from exc
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from undercroft.testing.tier_suite import TierSuite, key_of
-from undercroft.tiers.base import Bounded, Epochal, Indexed
+from undercroft.tiers.base import Bounded, Epochal, Indexed, Owing
 
 __all__ = ["DurableSuite"]
 
@@ -52,4 +52,26 @@ class DurableSuite(TierSuite):
         assert again.epoch() == raised
         assert not again.contains(key)
         assert self.read(again, key) is None
+        again.close()
+
+    def test_an_owed_reset_outlives_the_tier(self, tmp_path: Path) -> None:
+        """Asked for and not carried out: nothing is served, and the next one carries it out."""
+        tier = self.make(tmp_path, self.capacity_bytes)
+        if not (isinstance(tier, Owing) and isinstance(tier, Epochal)):
+            tier.close()
+            return
+        key = key_of("owed")
+        tier.write_from(key, self.chunk(key))
+        before = tier.epoch()
+        assert tier.owe_reset()
+        assert tier.owed_at()
+        if isinstance(tier, Indexed):
+            assert not tier.has(key)
+        tier.close()
+        again = self.make(tmp_path, self.capacity_bytes)
+        assert isinstance(again, Epochal)
+        assert again.epoch() > before
+        assert not again.contains(key)
+        again.write_from(key, self.chunk(key))
+        assert self.read(again, key) == self.chunk(key)
         again.close()

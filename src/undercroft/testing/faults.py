@@ -10,15 +10,30 @@
 
 from __future__ import annotations
 
-import threading
+import errno
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
-from random import Random
 
-from undercroft.clock import Clock, SystemClock
+from undercroft.clock import Clock
 from undercroft.errors import TierFull, TierUnavailable
 from undercroft.keys import ChunkKey
+from undercroft.testing.injectors import (
+    READ,
+    WRITE,
+    Call,
+    Effect,
+    Faults,
+    Injector,
+    When,
+    always,
+    both,
+    every,
+    on_index,
+    on_key,
+    on_verb,
+    randomly,
+    while_between,
+)
 from undercroft.tiers.base import Tier
 from undercroft.tiers.wrapping import WrappingTier
 
@@ -30,138 +45,60 @@ __all__ = [
     "When",
     "always",
     "both",
+    "every",
     "on_index",
     "on_key",
     "on_verb",
     "randomly",
     "sweep",
+    "while_between",
 ]
 
-
-class Effect(Enum):
-    """What goes wrong. Writes that go wrong silently say that they worked."""
-
-    ERROR = "error"  # TierUnavailable, nothing done
-    FOREIGN = "foreign error"  # OSError, nothing done
-    SLOW = "slow"  # sleeps, then works
-    HANG = "hang"  # waits for `FaultyTier.release`, then works
-    FULL = "full"  # write: TierFull
-    SHORT_READ = "short read"  # read: only the first half is filled in, reported as whole
-    FLIPPED_BIT = "flipped bit"  # read or write: one bit, somewhere, silently
-    TORN_WRITE = "torn write"  # write: the second half is zeros, silently
-    LOST_WRITE = "lost write"  # write: nothing, silently
-    MISDIRECTED_WRITE = "misdirected write"  # write: over the chunk of another key, silently
-    MISDIRECTED_READ = "misdirected read"  # read: the bytes of another key, silently
-
-
-_READ, _WRITE = "read_into", "write_from"
-_VERBS = {
-    Effect.FULL: (_WRITE,),
-    Effect.SHORT_READ: (_READ,),
-    Effect.FLIPPED_BIT: (_READ, _WRITE),
-    Effect.TORN_WRITE: (_WRITE,),
-    Effect.LOST_WRITE: (_WRITE,),
-    Effect.MISDIRECTED_WRITE: (_WRITE,),
-    Effect.MISDIRECTED_READ: (_READ,),
-}
-_ANY_VERB = ("contains", _READ, _WRITE, "delete")
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a verb. `index` counts those that the injector's effect could hit, from 0."""
-
-    verb: str
-    key: ChunkKey
-    index: int
-
-
-When = Callable[[Call], bool]
-
-
-def always(_call: Call) -> bool:
-    """Every call."""
-    return True
-
-
-def on_index(index: int) -> When:
-    """The one call with that index."""
-    return lambda call: call.index == index
-
-
-def on_verb(*verbs: str) -> When:
-    """Calls of these verbs."""
-    return lambda call: call.verb in verbs
-
-
-def on_key(*keys: ChunkKey) -> When:
-    """Calls for these keys."""
-    return lambda call: call.key in keys
-
-
-def randomly(ratio: float, *, seed: int) -> When:
-    """A share of the calls."""
-    random = Random(seed)  # noqa: S311 - a test that can be repeated
-    return lambda _call: random.random() < ratio
-
-
-def both(one: When, other: When) -> When:
-    """Calls that both choose; `other` is asked only if `one` says yes."""
-    return lambda call: one(call) and other(call)
-
-
-class Injector:
-    """An effect, when it happens, and how often it has.
-
-    Args:
-        effect: What goes wrong.
-        when: Which calls go wrong, among those whose verb the effect can hit.
-        seconds: How long `Effect.SLOW` takes.
-
-    Set `active` to False to end the fault.
-    """
-
-    def __init__(self, effect: Effect, when: When = always, *, seconds: float = 1.0) -> None:
-        self.effect = effect
-        self.seconds = seconds
-        self.num_calls = 0
-        self.active = True
-        self.num_fired = 0
-        self._when = when
-        self._verbs = _VERBS.get(effect, _ANY_VERB)
-
-    def chooses(self, verb: str, key: ChunkKey) -> bool:
-        """Whether this call goes wrong. The tier serialises."""
-        if not self.active or verb not in self._verbs:
-            return False
-        call = Call(verb, key, self.num_calls)
-        self.num_calls += 1
-        return self._when(call)
+_ERRNOS = {Effect.READ_ONLY: errno.EROFS, Effect.PERMISSION: errno.EACCES}
 
 
 class FaultyTier(WrappingTier):
     """Passes calls on to a tier, wrongly when an injector says so: the first one that does.
+
+    What goes wrong silently here does so above the checksums of the tier inside, if it has any: who
+    reads gets wrong bytes. Below them there is `undercroft.testing.faulty_files`.
 
     Args:
         inner: A tier that works.
         injectors: What goes wrong.
         clock: For `Effect.SLOW`.
         seed: Chooses bits and other keys.
+        faults: Instead of all that.
 
     Threads: any.
     """
 
     def __init__(
-        self, inner: Tier, *injectors: Injector, clock: Clock | None = None, seed: int = 0
+        self,
+        inner: Tier,
+        *injectors: Injector,
+        clock: Clock | None = None,
+        seed: int = 0,
+        faults: Faults | None = None,
     ) -> None:
         super().__init__(inner)
-        self.injectors = injectors
-        self.num_hung = 0
-        self._clock = clock or SystemClock()
-        self._random = Random(seed)  # noqa: S311 - a test that can be repeated
-        self._changed = threading.Condition()
-        self._released = False
+        self.faults = faults or Faults(*injectors, clock=clock, seed=seed)
+        self.on_close: Callable[[], None] | None = None
         self._keys: dict[ChunkKey, None] = {}  # written so far: whom a misdirected call hits
+
+    @property
+    def injectors(self) -> tuple[Injector, ...]:
+        """What goes wrong; may be replaced at any time."""
+        return self.faults.injectors
+
+    @injectors.setter
+    def injectors(self, injectors: tuple[Injector, ...]) -> None:
+        self.faults.injectors = injectors
+
+    @property
+    def num_hung(self) -> int:
+        """Calls that hang now."""
+        return self.faults.num_hung
 
     def contains(self, key: ChunkKey) -> bool:
         """See `Tier.contains`."""
@@ -170,7 +107,7 @@ class FaultyTier(WrappingTier):
 
     def read_into(self, key: ChunkKey, out: memoryview) -> bool:
         """See `Tier.read_into`; not always true here."""
-        effect = self._before(_READ, key)
+        effect = self._before(READ, key)
         if effect is Effect.MISDIRECTED_READ:
             return bool(self.inner.read_into(self._other(key), out))
         if effect is Effect.SHORT_READ:
@@ -190,7 +127,7 @@ class FaultyTier(WrappingTier):
 
     def write(self, key: ChunkKey, data: memoryview, epoch: int | None) -> bool:
         """As `write_from`; for `epoch` if one is given."""
-        effect = self._before(_WRITE, key)
+        effect = self._before(WRITE, key)
         if effect is Effect.LOST_WRITE:
             return True
         target = key
@@ -205,8 +142,7 @@ class FaultyTier(WrappingTier):
             target = self._other(key)
             self.inner.delete(target)
         written = self.pass_on(target, data, epoch)
-        with self._changed:
-            self._keys[key] = None
+        self._keys[key] = None
         return written
 
     def delete(self, key: ChunkKey) -> None:
@@ -215,54 +151,44 @@ class FaultyTier(WrappingTier):
         self.inner.delete(key)
 
     def close(self) -> None:
-        """See `Tier.close`. Never goes wrong; hung calls stay hung."""
-        self.inner.close()
+        """See `Tier.close`. Never goes wrong here; hung calls stay hung."""
+        try:
+            self.inner.close()
+        finally:
+            if self.on_close is not None:
+                self.on_close()
 
     def release(self) -> None:
         """Let the hung calls go on, and hang no more."""
-        with self._changed:
-            self._released = True
-            self._changed.notify_all()
+        self.faults.release()
 
     def await_hung(self, num_hung: int, timeout_s: float = 30.0) -> None:
         """Wait (in real time) until that many calls hang."""
-        with self._changed:
-            there = self._changed.wait_for(lambda: self.num_hung >= num_hung, timeout=timeout_s)
-        assert there, f"{self.num_hung} of {num_hung} calls hang"
+        self.faults.await_hung(num_hung, timeout_s)
 
     def _before(self, verb: str, key: ChunkKey) -> Effect | None:
         """Choose the effect; carry out those that are the same for every verb."""
-        with self._changed:
-            injector = next((each for each in self.injectors if each.chooses(verb, key)), None)
-            if injector is None:
-                return None
-            injector.num_fired += 1
+        injector = self.faults.strike(verb, key)
+        if injector is None:
+            return None
         effect, name = injector.effect, self.name
         if effect is Effect.ERROR:
             raise TierUnavailable(f"tier {name!r}: injected error", tier=name, key=key)
-        if effect is Effect.FOREIGN:
-            raise OSError(5, f"injected into {verb}")
         if effect is Effect.FULL:
             raise TierFull(f"tier {name!r}: injected: full", tier=name, key=key)
-        if effect is Effect.SLOW:
-            self._clock.sleep(injector.seconds)
-        if effect is Effect.HANG:
-            with self._changed:
-                self.num_hung += 1
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._released)
-                self.num_hung -= 1
+        number = injector.number if effect is Effect.FOREIGN else _ERRNOS.get(effect)
+        if number is not None:
+            raise OSError(number, f"{os.strerror(number)}, injected into {verb}")
         return effect
 
     def _other(self, key: ChunkKey) -> ChunkKey:
-        with self._changed:
-            others = [other for other in self._keys if other != key]
-            return self._random.choice(others) if others else ChunkKey(b"\xff" + key[1:])
+        others = [other for other in list(self._keys) if other != key]
+        with self.faults.changed:
+            return self.faults.random.choice(others) if others else ChunkKey(b"\xff" + key[1:])
 
     def _flip(self, data: memoryview) -> None:
-        with self._changed:
-            bit = self._random.randrange(8 * data.nbytes)
-        data[bit // 8] ^= 1 << bit % 8
+        byte, mask = self.faults.bit_of(data.nbytes)
+        data[byte] ^= mask
 
 
 def sweep(run: Callable[[Injector], None], effect: Effect, *, max_points: int = 10_000) -> int:

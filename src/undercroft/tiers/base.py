@@ -8,11 +8,22 @@ the hierarchy. A tier only moves bytes, and is right or says so.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from undercroft.keys import ChunkKey
 
-__all__ = ["Bounded", "Described", "Epochal", "Following", "Indexed", "Tier"]
+__all__ = [
+    "Allowance",
+    "Bounded",
+    "Budgeted",
+    "Described",
+    "Epochal",
+    "Following",
+    "Indexed",
+    "Owing",
+    "Tier",
+]
 
 
 @runtime_checkable
@@ -130,6 +141,29 @@ class Epochal(Protocol):
 
 
 @runtime_checkable
+class Owing(Protocol):
+    """An `Epochal` tier that still owes a reset when this process ends before the epoch is raised.
+
+    Whoever opens it next raises the epoch first; others that share it, and see that a reset is owed
+    for long, do so themselves.
+    """
+
+    def owe_reset(self) -> bool:
+        """Note that the epoch has to be raised: from now on nothing stored before is served.
+
+        Scheduler thread; before anything else is done about a reset; never waits for the medium.
+
+        Returns:
+            False if it was noted for this process only.
+        """
+        ...
+
+    def owed_at(self) -> str:
+        """What a person would have to remove if the epoch cannot be raised. No I/O."""
+        ...
+
+
+@runtime_checkable
 class Following(Protocol):
     """A tier that other processes write to as well."""
 
@@ -150,6 +184,43 @@ class Following(Protocol):
         `vanished`: their files were removed or damaged; `given_up`: others had a right to the room.
         Scheduler thread; no I/O; cheap when there are none; a thousand or so a call.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """How much a tier may write.
+
+    Args:
+        left_bytes: Now, by this process.
+        day_left_bytes: Of the day's budget, for all processes; those of this one included.
+        budget_bytes: The day's budget.
+        is_spent: There will not be more than `left_bytes` soon. If False, there will be.
+    """
+
+    left_bytes: int
+    day_left_bytes: int
+    budget_bytes: int
+    is_spent: bool
+
+
+@runtime_checkable
+class Budgeted(Protocol):
+    """A tier that knows what reaches its medium, and may have a budget of it.
+
+    The hierarchy asks before it writes a chunk; the tier itself refuses nothing.
+    """
+
+    def written_bytes(self) -> int:
+        """Bytes written to the medium so far, whatever for. Only rises. No I/O."""
+        ...
+
+    def write_cost_bytes(self, num_bytes: int) -> int:
+        """What storing a chunk of `num_bytes` writes, at most; what keeps track of it included."""
+        ...
+
+    def allowance(self) -> Allowance | None:
+        """What may be written now; None: as much as one likes. No I/O, <= 2 us."""
         ...
 
 

@@ -7,7 +7,16 @@ from functools import cache
 from typing import Any, Self
 
 from undercroft.keys import ChunkKey
-from undercroft.tiers.base import Bounded, Epochal, Following, Indexed, Tier
+from undercroft.tiers.base import (
+    Allowance,
+    Bounded,
+    Budgeted,
+    Epochal,
+    Following,
+    Indexed,
+    Owing,
+    Tier,
+)
 
 __all__ = ["WrappingTier"]
 
@@ -18,7 +27,8 @@ class WrappingTier:
     A tier can be written to in two ways, with and without an epoch: let `write_from` call a method
     `write(key, data, epoch)`, as `Epochal.write_in_epoch` does, and that end in `pass_on`.
 
-    The wrapper is `Indexed`, `Bounded`, `Epochal` or `Following` exactly if the inner tier is.
+    The wrapper is `Indexed`, `Bounded`, `Epochal`, `Owing`, `Following` or `Budgeted` exactly if
+    the inner tier is.
 
     Args:
         inner: The tier inside; closed with this one.
@@ -80,6 +90,14 @@ class _EpochalAbility(WrappingTier):
         return int(self.inner.raise_epoch())
 
 
+class _OwingAbility(WrappingTier):
+    def owe_reset(self) -> bool:
+        return bool(self.inner.owe_reset())
+
+    def owed_at(self) -> str:
+        return str(self.inner.owed_at())
+
+
 class _FollowingAbility(WrappingTier):
     def refresh(self) -> None:
         self.inner.refresh()
@@ -93,12 +111,26 @@ class _FollowingAbility(WrappingTier):
         return lost
 
 
+class _BudgetedAbility(WrappingTier):
+    def written_bytes(self) -> int:
+        return int(self.inner.written_bytes())
+
+    def write_cost_bytes(self, num_bytes: int) -> int:
+        return int(self.inner.write_cost_bytes(num_bytes + self.overhead_bytes))
+
+    def allowance(self) -> Allowance | None:
+        found: Allowance | None = self.inner.allowance()
+        return found
+
+
 def _abilities(inner: Tier) -> tuple[type[WrappingTier], ...]:
     pairs: tuple[tuple[type, type[WrappingTier]], ...] = (
         (Indexed, _IndexedAbility),
         (Bounded, _BoundedAbility),
         (Epochal, _EpochalAbility),
+        (Owing, _OwingAbility),
         (Following, _FollowingAbility),
+        (Budgeted, _BudgetedAbility),
     )
     return tuple(passes_on for ability, passes_on in pairs if isinstance(inner, ability))
 

@@ -1,7 +1,7 @@
 """Whole replicas of any topology in one process: real specs, regions and workers, sliced tensors.
 
-Every rank's tensors are cut out of one unsharded reference by plain numpy, and the copy runs come
-from vLLM's own derivation; neither knows the code under test.
+Every rank's tensors are cut out of one unsharded reference by plain numpy, which does not know the
+code under test; nor does vLLM's own derivation of copy runs.
 """
 
 import copy
@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from undercroft.engines.vllm import UndercroftSpec
+from undercroft.engines.vllm.seen_pages import seen_pages
 from undercroft.engines.vllm.transfer_spec import SlotSpec
 
 NUM_BLOCKS = 24
@@ -116,7 +117,14 @@ class Replica:
     """All ranks and the scheduler of one replica."""
 
     def __init__(
-        self, groups: Any, sizes: Sizes, *, bpc: int = 1, engine_id: str = "r", **extra: Any
+        self,
+        groups: Any,
+        sizes: Sizes,
+        *,
+        bpc: int = 1,
+        engine_id: str = "r",
+        sees_tensors: bool = True,
+        **extra: Any,
     ) -> None:
         self.groups, self.sizes, self.bpc = groups, sizes, bpc
         self.ranks: list[Any] = []
@@ -131,6 +139,8 @@ class Replica:
                 tensors = self._tensors(rank)
                 worker = OffloadingConnectorWorker(spec, config, cache)
                 with set_current_vllm_config(_told(config)):  # as vLLM's worker does
+                    if sees_tensors:  # as UndercroftConnector does
+                        spec.seen = seen_pages(config, cache, tensors)
                     worker.register_kv_caches(tensors)
                 self.ranks.append(worker.worker)
                 self.tensors.append(tensors)
@@ -195,7 +205,7 @@ class Replica:
             shape = {"block_size": tokens, "head_size": group.head_size, "dtype": torch.float32}
             shape["num_kv_heads"] = max(1, group.num_heads // self.sizes.tp)
             if not group.num_heads:
-                spec: Any = MLAAttentionSpec(**shape)
+                spec: Any = MLAAttentionSpec(max_tp_shards=1, **shape)
             elif group.window:
                 spec = SlidingWindowSpec(sliding_window=group.window, **shape)
             else:

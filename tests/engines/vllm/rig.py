@@ -118,6 +118,8 @@ class Rig:
         self.new_blocks: list[int] = []
         self.num_loads_checked = 0
         self.hold_acks = False
+        self.during: Any = None
+        """Called once, while the workers run the next step: aborts come then, too."""
         self._acks: list[Any] = []
         self._orphans: dict[str, Job] = {}
         self._count = 0
@@ -225,6 +227,9 @@ class Rig:
                 kv_connector_worker_meta=acks,
             )
         )
+        during, self.during = self.during, None
+        if during is not None:
+            during()
         for held in [] if self.hold_acks else self._take_acks():
             self.on_scheduler.update_connector_output(held)
             self._fail(held.failed_recving)

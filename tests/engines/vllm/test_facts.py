@@ -1,6 +1,7 @@
 """What vLLM's offloading configuration does not say, and yet decides the bytes of KV cache."""
 
 import json
+import zlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -311,3 +312,15 @@ def test_facts_leave_no_trace_in_the_region():
         take_facts(region)
     with pytest.raises(ConfigError, match=r"host is 4096 bytes, but \d+ bytes are needed"):
         leave_facts(memoryview(bytearray(4096)), found)
+
+
+@pytest.mark.parametrize("length", [0, 5, (1 << 32) - 1])
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, zlib.compress(b"[" * 100_000)])
+def test_facts_that_cannot_be_read_are_one_line(length, content):
+    """Whatever a rank of another version left, at any length that it says."""
+    region = memoryview(bytearray(1 << 16))
+    leave_facts(region, {})
+    start = bytes(region).index(b"UCFACTS1") + 8
+    region[start : start + 4 + len(content)] = length.to_bytes(4, "little") + content
+    with pytest.raises(ConfigError, match="facts that cannot be read"):
+        take_facts(region)

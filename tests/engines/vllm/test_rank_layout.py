@@ -114,11 +114,12 @@ def test_canonical_pages_that_cannot_be_are_one_warning(caplog: Any) -> None:
         return [line for line in found if "canonical" in line]
 
     with caplog.at_level(logging.INFO):
-        with Replica(LLAMA, Sizes(tp=2, pp=2), canonical_layout=True) as replica:
+        blind = {"sees_tensors": False}
+        with Replica(LLAMA, Sizes(tp=2, pp=2), canonical_layout=True, **blind) as replica:
             assert replica.stored == "direct"
         (line,) = warnings()
         assert "group 0, layer g0.layer0: the engine certifies none of its pages" in line
-        with Replica(LLAMA, Sizes(tp=2, pp=2)):
+        with Replica(LLAMA, Sizes(tp=2, pp=2), **blind):
             assert warnings() == []
         with Replica(MISTRAL, Sizes(tp=2), canonical_layout=True) as replica:
             assert replica.stored == "canonical"
@@ -208,4 +209,13 @@ def test_what_one_rank_has_taken_is_not_missing_for_the_next(monkeypatch: Any) -
         assert replica.stored == "canonical"
     host_bytes -= 1
     with pytest.raises(ConfigError, match="can be had here"), Replica(LLAMA, Sizes(tp=2)):
+        pass
+
+
+def test_ranks_of_two_versions_are_refused(monkeypatch: Any) -> None:
+    """They may lay out slots otherwise, though they are configured alike; both are named."""
+    versions = iter(("0.3.0", "0.4.0"))
+    monkeypatch.setattr(spec, "own_version", lambda: next(versions))
+    said = r"rank 1 and those already there differ: version 0\.3\.0 there, 0\.4\.0 here"
+    with pytest.raises(ConfigError, match=said), Replica(LLAMA, Sizes(tp=2)):
         pass

@@ -74,22 +74,48 @@ def _check_kinds(model: str, asked: bool, kinds: dict[Sizes, str], seen: list[An
     heads = MODELS[model][0].num_heads
     for sizes, how in kinds.items():
         is_sharded = heads and heads % sizes.tp == 0
-        no_cp = sizes.pcp * sizes.dcp == 1
-        if sizes.pp > 1:
-            whole = sizes.tp * sizes.pcp == 1 and len(MODELS[model]) == 1 and heads
-            expected = "canonical" if whole and (not asked or is_sharded) else "direct"
-        elif not no_cp:
+        if sizes.pcp * sizes.dcp > 1:
             expected = "direct"
         elif asked:
-            is_certified = not heads or heads % sizes.tp == 0 or sizes.tp % heads == 0
-            expected = "canonical" if is_certified else "direct"
+            # Which ranks of a stage hold one head alike, none of them can see.
+            is_shared = heads and sizes.pp == 1 and sizes.tp % heads == 0
+            expected = "canonical" if not heads or is_sharded or is_shared else "direct"
         elif not heads:
-            expected = "replicated" if sizes.tp > 1 else "direct"
+            expected = "replicated" if sizes.tp > 1 and sizes.pp == 1 else "direct"
         else:
             expected = "canonical" if is_sharded and len(MODELS[model]) == 1 else "direct"
         assert how == expected, (model, asked, sizes)
     for kind in ("canonical", "replicated"):
         assert len({namespace.id for _, namespace, _, how in seen if how == kind}) <= 1
+
+
+def test_stages_whose_tensors_nobody_shows_are_stored_rank_by_rank() -> None:
+    """As with stock's connector: several ranks a stage are bound, single ones are whole."""
+    for sizes, how in ((Sizes(tp=2, pp=2), "direct"), (Sizes(pp=2), "canonical")):
+        with Replica(MODELS["eight heads"], sizes, sees_tensors=False) as replica:
+            round_trip(replica, 5)
+            assert replica.stored == how
+
+
+class Uneven(Replica):
+    """Three layers in the first of two stages, one in the second."""
+
+    def stage_layers(self, rank: int, group: Any) -> range:
+        return range(3) if rank < self.sizes.tp else range(3, group.num_layers)
+
+
+def test_stages_of_other_layers_are_kept_apart_where_their_bytes_are() -> None:
+    """Each rank's by itself: never found by others. As one rank would have them: the same."""
+    sizes, found = Sizes(tp=2, pp=2), {}
+    for kind in (Replica, Uneven):
+        for sees in (False, True):
+            with kind(MODELS["eight heads"], sizes, sees_tensors=sees) as replica:
+                found[kind, sees] = (replica.namespace, round_trip(replica, 5))
+    assert found[Replica, True] == found[Uneven, True]
+    even, uneven = found[Replica, False], found[Uneven, False]
+    assert even[1] != uneven[1]
+    difference = first_difference(even[0], uneven[0])
+    assert difference == "topology.stages[0].0[2]: absent here, 'g0.layer2' there"
 
 
 def test_ranks_with_equal_bytes_take_turns() -> None:

@@ -204,6 +204,37 @@ def test_a_host_that_declines_everything_is_named(caplog):
         assert "nothing is stored: host memory declined" in said
 
 
+def break_copies(rig):
+    """From now on the worker copies nothing out of the engine; gives what undoes it."""
+    worker = rig.on_worker.connector_worker.worker._worker
+    good = worker._store_steps
+    worker._store_steps = lambda *args: iter([1 / 0])
+    return lambda: setattr(worker, "_store_steps", good)
+
+
+def test_copies_that_all_fail_are_named(caplog):
+    """Prompts that never come again: nothing but the copies themselves says that all is in vain."""
+    with checked() as (rig, clock):
+        break_copies(rig)
+        spread(rig, clock, [prompt(n, 100) for n in range(1, 12)])
+        assert results(rig) == {"new": 11}
+        (said,) = warnings(caplog)
+        assert "nothing is stored: " in said
+        assert "chunks were not whole or not copied by the workers" in said
+        assert dict(rig.hierarchy.counters.self_check_warnings) == {"copy_failed": 1}
+
+
+def test_copies_that_fail_for_a_while_are_no_fault(caplog):
+    """Half a minute of failures, and then all is stored again."""
+    with checked() as (rig, clock):
+        heal = break_copies(rig)
+        spread(rig, clock, [prompt(n, 100) for n in range(1, 7)], 5.0)
+        heal()
+        spread(rig, clock, [prompt(n, 100) for n in range(10, 30)])
+        assert rig.hierarchy.counters.dropped_chunks["host", "copy_failed"] > 16
+        assert warnings(caplog) == []
+
+
 def test_an_admission_that_keeps_out_what_comes_again_is_named(caplog):
     """Prompts that recur are declined again and again; prompts that do not recur are no fault."""
     admission = {"type": "frequency", "sights": 50}
@@ -262,28 +293,38 @@ def test_lookups_that_all_run_out_of_time_are_named(caplog):
 # --- prompts ----------------------------------------------------------------------------------
 
 
+def salted(rig, clock, salts, seconds=5.0):
+    """One system prompt, with one salt after another."""
+    for salt in salts:
+        request = rig.submit(prompt(1, 100)).request
+        request.cache_salt = f"salt {salt}"
+        rig.manager.prompt_came(request)
+        clock.advance(seconds)
+        rig.manager.check.look()
+
+
 def test_a_salt_for_each_request_is_named(caplog):
     """The same prompt again and again, each with a salt of its own."""
     with checked(connector=UndercroftConnector) as (rig, clock):
-        for n in range(40):
-            request = rig.submit(prompt(1, 100)).request
-            request.cache_salt = f"salt {n}"
-            rig.manager.prompt_came(request)
-            clock.advance(5)
-        rig.manager.check.look()
+        salted(rig, clock, range(110))
         (said,) = warnings(caplog)
         assert "cache_salt" in said
+        assert "or take no notice if each was a tenant's first" in said
+
+
+def test_tenants_that_start_on_one_system_prompt_are_no_fault(caplog):
+    """Minutes in which each request is a tenant's first; then they come again."""
+    with checked(connector=UndercroftConnector) as (rig, clock):
+        salted(rig, clock, range(90))
+        assert warnings(caplog) == []
+        salted(rig, clock, [3, *range(90, 300)])
+        assert warnings(caplog) == []
 
 
 def test_a_salt_for_each_tenant_is_no_fault(caplog):
     """Tenants share nothing, and each comes again."""
     with checked(connector=UndercroftConnector) as (rig, clock):
-        for n in range(60):
-            request = rig.submit(prompt(1, 100)).request
-            request.cache_salt = f"salt {n % 10}"
-            rig.manager.prompt_came(request)
-            clock.advance(5)
-            rig.manager.check.look()
+        salted(rig, clock, [n % 10 for n in range(60)])
         assert warnings(caplog) == []
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import torch
 from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -42,6 +43,7 @@ from vllm.v1.request import Request
 
 from undercroft.engines.vllm.adapters import Adapters
 from undercroft.engines.vllm.connected import ConnectedManager, ConnectedSpec
+from undercroft.engines.vllm.seen_pages import seen_pages
 from undercroft.errors import ConfigError, KvError
 
 __all__ = ["UndercroftConnector"]
@@ -128,6 +130,14 @@ class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped 
         return super().build_prom_metrics(
             _filled_in(vllm_config), metric_types, labelnames, per_engine_labelvalues
         )
+
+    # --- a worker: its tensors ----------------------------------------------------------------
+
+    @override
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        worker = self.connector_worker
+        worker.spec.seen = seen_pages(worker.vllm_config, worker.kv_cache_config, kv_caches)
+        super().register_kv_caches(kv_caches)
 
     # --- a worker: which loads failed ---------------------------------------------------------
 
@@ -236,6 +246,19 @@ class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped 
     def _leave_queue(self, request: Request) -> None:
         if self._queued.pop(request.request_id, None) is not None:
             self._looked_ahead.discard(request.request_id)
+
+    @override
+    def reset_cache(self) -> bool | None:
+        # Of a reset since the last step, whose jobs the next one is to flush: vLLM 0.32 asserts
+        # that there was none, though a reset may well follow a sleep or another reset.
+        to_flush: set[int] = getattr(self.scheduler, "_current_batch_jobs_to_flush", set())
+        held = set(to_flush)
+        to_flush.clear()
+        try:
+            done: bool | None = super().reset_cache()
+        finally:
+            to_flush |= held
+        return done
 
     # --- looking ahead ------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import secrets
-import zlib
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
@@ -23,6 +22,7 @@ import transformers
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
+from undercroft.engines.told import MAX_TOLD_BYTES, pack, unpack
 from undercroft.engines.vllm.judged import ENGINE, ENVIRONMENT, SEALED, Room
 from undercroft.errors import ConfigError
 from undercroft.hierarchy.region_control import MAX_RANKS, NONCE_BYTES
@@ -381,7 +381,7 @@ def leave_facts(buffer: memoryview, facts: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: The region is too small for them.
     """
-    packed = zlib.compress(json.dumps(facts, sort_keys=True).encode())
+    packed = pack(facts)
     end = _OFFSET + _HEADER_BYTES + len(packed)
     if end > len(buffer):
         raise ConfigError(
@@ -395,7 +395,8 @@ def take_facts(buffer: memoryview) -> Mapping[str, Any]:
     """The scheduler's side: read the facts and wipe them.
 
     Raises:
-        ConfigError: No rank left any: the ranks run another version of this library.
+        ConfigError: No rank left any, or they cannot be read: the ranks run another version of
+            this library.
     """
     header = bytes(buffer[_OFFSET : _OFFSET + _HEADER_BYTES])
     if not header.startswith(_MAGIC):
@@ -404,6 +405,13 @@ def take_facts(buffer: memoryview) -> Mapping[str, Any]:
         )
     start = _OFFSET + _HEADER_BYTES
     end = start + int.from_bytes(header[len(_MAGIC) :], "little")
-    facts: dict[str, Any] = json.loads(zlib.decompress(bytes(buffer[start:end])))
+    try:
+        facts = unpack(bytes(buffer[start : min(end, start + MAX_TOLD_BYTES)]))
+    except ValueError as error:
+        raise ConfigError(
+            f"the ranks left facts that cannot be read ({error}): they run another version of "
+            "undercroft; install the same"
+        ) from error
+    end = min(end, len(buffer))
     buffer[_OFFSET:end] = bytes(end - _OFFSET)
     return facts

@@ -378,7 +378,6 @@ ENVIRONMENT = _each(
         "VLLM_DISABLED_KERNELS": "which kernels are left: some quantise activations, others do not",
         "VLLM_VIDEO_LOADER_BACKEND": "how media become embeddings, as `media_io_kwargs`",
         "VLLM_MOE_ROUTING_SIMULATION_STRATEGY VLLM_TEST_FORCE_LOAD_FORMAT": "made-up results",
-        "VLLM_PP_LAYER_PARTITION": "which stage has which layer",
     }
 )
 """vLLM's environment variables that are facts where they are set; all others are not."""

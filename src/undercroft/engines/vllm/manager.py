@@ -33,6 +33,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from undercroft.clock import SystemClock
 from undercroft.engines.vllm.metrics import StepStats
+from undercroft.engines.vllm.pause import is_pause
 from undercroft.engines.vllm.self_check import SelfCheck
 from undercroft.engines.vllm.tally import Tally
 from undercroft.engines.vllm.transfer_spec import SlotSpec
@@ -105,6 +106,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         tally: Counts into the hierarchy's counters.
         localities: By name, the levels that other machines can reach, or cannot.
         reset_s: How long each lower level may take when a reset has to be repeated.
+        keeps_across_sleep: What the user says of weights while the engine sleeps: they stay.
     """
 
     def __init__(  # noqa: PLR0913 - wired once, by the spec
@@ -117,8 +119,10 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         tally: Tally,
         localities: Mapping[str, Locality] | None = None,
         reset_s: float = 1.0,
+        keeps_across_sleep: bool = False,
     ) -> None:
         self.hierarchy = hierarchy
+        self._keeps_across_sleep = keeps_across_sleep
         self._localities = dict(localities or {})
         self._reset_s = reset_s
         self._group_ids = [group_key(group_id) for group_id in group_ids]
@@ -427,26 +431,23 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         self._tally.reset()
         # Also while the cache is off: what lies on disk outlives this engine, and others share it.
         try:
-            in_time = self.hierarchy.reset()
+            if self._keeps_across_sleep and is_pause():
+                self.hierarchy.forget_jobs()
+                return
+            self.hierarchy.reset()
         except Exception as error:  # noqa: BLE001 - the engine dies of whatever passes
             self.switch_off(error)
-            in_time = self._void_levels()
-        if not in_time:
-            self._log.warning(
-                "a lower level did not take the reset in time; it stays unused until it has"
-            )
+            self._void_levels()
 
-    def _void_levels(self) -> bool:
+    def _void_levels(self) -> None:
         """Make what the lower levels hold void although a reset failed."""
-        in_time = True
         for level in self.hierarchy.levels:
             try:
-                level.void(raise_epoch=True)
-                in_time &= level.wait_void(self._reset_s)
+                level.owe_reset()
+                level.void()
+                level.voider.wait_for_a_try(self._reset_s)
             except Exception:  # noqa: BLE001 - the other levels get their turn
-                in_time = False
                 self._log.warning("tier %s could not be reset", level.name, with_traceback=True)
-        return in_time
 
     @override
     def shutdown(self) -> None:

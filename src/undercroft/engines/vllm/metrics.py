@@ -24,7 +24,7 @@ from undercroft.hierarchy.breaker import BreakerState
 from undercroft.hierarchy.counters import NO_LEVEL, Counters, Samples
 from undercroft.hierarchy.hierarchy import LEVEL_0, Hierarchy
 from undercroft.hierarchy.level import Level
-from undercroft.tiers.base import Bounded
+from undercroft.tiers.base import Bounded, Budgeted
 
 __all__ = [
     "DECLINE_REASONS",
@@ -51,6 +51,7 @@ DECLINE_REASONS = {
         "not_admitted",
         "queue_full",
         "unavailable",
+        "write_budget",
     ),
 }
 DROP_REASONS = {
@@ -92,6 +93,10 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "promoted_bytes": ("Bytes read and verified from a lower level.", ("level",)),
     "cascaded_chunks": ("Chunks written to a lower level.", ("level",)),
     "cascaded_bytes": ("Bytes written to a lower level.", ("level",)),
+    "written_bytes": (
+        "Bytes written to a level's medium, headers, indexes and deletes included.",
+        ("level",),
+    ),
     "evicted_chunks": ("Chunks that left a level by choice of its policy.", ("level",)),
     "dropped_chunks": (
         "Chunks that left a level, or never reached it, by fault.",
@@ -116,7 +121,9 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "waiting_chunks": ("Chunks whose turn to be copied down to a level has not come.", ("level",)),
     "queued_chunks": ("Chunks that wait for a mover thread.", ("level", "op")),
     "queued_write_bytes": ("Bytes of the writes that wait for a mover thread.", ("level",)),
-    "max_queued_write_bytes": ("The bound on them: the write budget.", ("level",)),
+    "max_queued_write_bytes": ("The bound on them.", ("level",)),
+    "write_budget_bytes": ("What may be written to a level in a day, by all engines.", ("level",)),
+    "write_budget_left_bytes": ("What is left of it now.", ("level",)),
     "running_transfers": ("Reads, writes and deletes that a mover thread is in.", ("level",)),
     "stuck_threads": ("Mover threads that are in a call past its deadline.", ("level",)),
     "breaker_state": ("1 for the state that a level's breaker is in.", ("level", "state")),
@@ -193,12 +200,18 @@ def _counters(hierarchy: Hierarchy) -> Iterator[_Reading]:
         yield "dropped_chunks", labels, count
     for labels, count in counters.declined_chunks.items():
         yield "declined_chunks", labels, count
-    for each in hierarchy.levels:
-        label, transfers = (each.name,), each.transfers
-        yield "transfer_retries", label, transfers.num_retries
-        yield "late_transfers", label, transfers.num_late
-        yield "breaker_openings", label, transfers.breaker.num_opened
-        yield "tier_bugs", label, transfers.num_bugs
+    for below in hierarchy.levels:
+        yield from _level_counters(below)
+
+
+def _level_counters(each: Level) -> Iterator[_Reading]:
+    label, transfers = (each.name,), each.transfers
+    yield "transfer_retries", label, transfers.num_retries
+    yield "late_transfers", label, transfers.num_late
+    yield "breaker_openings", label, transfers.breaker.num_opened
+    yield "tier_bugs", label, transfers.num_bugs
+    if isinstance(each.tier, Budgeted):
+        yield "written_bytes", label, each.tier.written_bytes()
 
 
 def _zeros(hierarchy: Hierarchy) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -234,6 +247,9 @@ def _gauges(hierarchy: Hierarchy, pace: Pace) -> Iterator[_Reading]:
         yield "prefill_seconds_per_token", (), seconds_per_token
     for level in hierarchy.levels:
         yield from _level_gauges(level)
+        if isinstance(level.tier, Budgeted) and (allowed := level.tier.allowance()) is not None:
+            yield "write_budget_bytes", (level.name,), allowed.budget_bytes
+            yield "write_budget_left_bytes", (level.name,), allowed.day_left_bytes
         yield "waiting_chunks", (level.name,), hierarchy.cascade.num_waiting(level.name)
         if isinstance(level.tier, Bounded):
             yield from _room(level.name, level.tier.used_bytes(), level.tier.capacity_bytes)

@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     MLAAttentionSpec,
 )
+from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.version import __version__ as vllm_version
 
 from undercroft.config import from_engine
@@ -38,6 +39,8 @@ from undercroft.engines.vllm.hosts import check_one_host
 from undercroft.engines.vllm.unserved import check_attention
 from undercroft.engines.vllm.version import doubt
 from undercroft.errors import ConfigError, KvError
+from undercroft.layout.pages import HeadsPage, heads_page
+from undercroft.layout.topology import Topology
 
 __all__ = ["SERVED_DEVICES", "main", "preview"]
 
@@ -122,11 +125,27 @@ def _foresee(config: VllmConfig, found: dict[str, Any]) -> None:
     check_one_host(from_engine(offloading).config, config)
     if "unforeseen" not in found:
         blocks = offloading.cache.blocks_per_chunk
-        num_parts = 1 if offloading.replicated_layout else offloading.parallel.world_size
         found["chunk"] = {
-            "bytes": offloading.worker_kv_bytes_per_block * num_parts * blocks,
+            "bytes": _bytes_per_block(config, offloading) * blocks,
             "tokens": offloading.groups[0].tokens_per_block * blocks,
         }
+
+
+def _bytes_per_block(config: VllmConfig, offloading: OffloadingConfig) -> int:
+    """What is stored of a block, all ranks together: of canonical pages each byte once."""
+    parallel = offloading.parallel
+    worker_bytes: int = offloading.worker_kv_bytes_per_block
+    topology = Topology(parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)
+    is_asked = offloading.canonical_layout or parallel.is_parallelism_agnostic
+    model = config.model_config
+    num_heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    page = heads_page(HeadsPage(num_heads, 1, 1), topology, 0)
+    # With several stages, what ranks have alike is certified of latents only, from the tensors.
+    sees = config.kv_transfer_config.kv_connector == "UndercroftConnector"
+    is_whole = topology.pp_size == 1 or page.num_writers == 1 or (model.use_mla and sees)
+    if is_asked and page.is_portable and is_whole:
+        return worker_bytes * page.stored_bytes // page.local_bytes * topology.pp_size
+    return worker_bytes * (1 if offloading.replicated_layout else topology.world_size)
 
 
 def _cache_config(config: VllmConfig) -> KVCacheConfig:

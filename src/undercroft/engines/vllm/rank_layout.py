@@ -1,23 +1,27 @@
 """What one rank stores, from what the engine tells it of its pages.
 
 vLLM derives for each layer how this rank's page lies in the page of one rank alone, and gives the
-copy runs along. They are taken at their word only after they have been proven here; where there are
-none, or they prove wrong, the page is stored as it is. What a rank has decided it tells the
-scheduler in the region, which refuses to start when ranks disagree.
+copy runs along. They are taken at their word only after they have been proven here, and if they say
+what the tensors say, see `seen_pages`. For pipeline stages there are none, and those of the tensors
+are taken. Where there are none at all, or they prove wrong, the page is stored as it is. What a
+rank has decided it tells the scheduler in the region, which refuses to start when ranks disagree.
 """
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
 
 from vllm.config import get_current_vllm_config_or_none
-from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalPageMapping,
+)
 
 from undercroft.config import OffloadingConfig
+from undercroft.engines.told import pack, parse_note
 from undercroft.engines.vllm.recurrent import last_blocks_only, recurrent_groups
 from undercroft.errors import ConfigError, LayoutMismatch
 from undercroft.layout.page_map import CopyRun, PageMap, coalesce
@@ -72,11 +76,20 @@ class RankLayout:
             "is_less": self.decision.is_less,
             "layers": self.layer_names,
         }
-        return zlib.compress(json.dumps(said).encode())
+        return pack(said)
 
 
-def rank_layout(kv_caches: CanonicalKVCaches, config: OffloadingConfig) -> RankLayout:
+def rank_layout(
+    kv_caches: CanonicalKVCaches,
+    config: OffloadingConfig,
+    seen: Mapping[str, PageMap] = MappingProxyType({}),
+) -> RankLayout:
     """What this rank stores of these tensors.
+
+    Args:
+        kv_caches: The tensors, and which of them each group has.
+        config: The engine's configuration.
+        seen: By layer, what its pages are of whole ones, from `seen_pages`.
 
     Raises:
         LayoutMismatch: A page that its tensor does not have, or that the engine's blocks have no
@@ -99,7 +112,12 @@ def rank_layout(kv_caches: CanonicalKVCaches, config: OffloadingConfig) -> RankL
         has_all = len(refs) == len(group.layer_names)
         names = group.layer_names if has_all else [f"page {n}" for n in range(len(refs))]
         layers = [
-            LayerPage(name, _page_map(ref, config, topology, is_one_layer=has_all))
+            LayerPage(
+                name,
+                _page_map(
+                    ref, config, topology, seen.get(name) if has_all else None, is_one_layer=has_all
+                ),
+            )
             for name, ref in zip(names, refs, strict=True)
         ]
         pages.append((group.group_id, layers))
@@ -163,11 +181,19 @@ def _check_refs(
 
 
 def _page_map(
-    ref: CanonicalKVCacheRef, config: OffloadingConfig, topology: Topology, *, is_one_layer: bool
+    ref: CanonicalKVCacheRef,
+    config: OffloadingConfig,
+    topology: Topology,
+    seen: PageMap | None = None,
+    *,
+    is_one_layer: bool,
 ) -> PageMap:
-    """The engine's mapping, proven; without one, the page as it is."""
-    mapping = ref.mapping
-    if mapping is None:
+    """The engine's mapping, proven; without one what was seen, or else the page as it is."""
+    if seen is not None and seen.local_bytes != ref.page_size_bytes:
+        seen = None
+    if ref.mapping is None:
+        if seen is not None:
+            return seen
         # With stages the engine derives no mapping at all. A stage of one rank has whole pages.
         is_portable = (
             topology.stage_size == 1
@@ -177,6 +203,18 @@ def _page_map(
         )
         why = "" if is_portable else "the engine certifies none of its pages"
         return PageMap.whole(ref.page_size_bytes, is_portable=is_portable, why=why)
+    page = _engines_map(ref, ref.mapping, topology)
+    if seen is not None and page.is_portable and page != seen:
+        return PageMap.whole(
+            ref.page_size_bytes, why="the engine's copy runs are not what its tensors say"
+        )
+    return page
+
+
+def _engines_map(
+    ref: CanonicalKVCacheRef, mapping: CanonicalPageMapping, topology: Topology
+) -> PageMap:
+    """The engine's mapping, proven."""
     try:
         page = PageMap(
             mapping.local_page_size_bytes,
@@ -216,23 +254,6 @@ def _page_map(
     return page
 
 
-def _said(rank: int, note: bytes) -> Mapping[str, Any]:
-    """What `RankLayout.note` said.
-
-    Raises:
-        ConfigError: Something else.
-    """
-    try:
-        said = json.loads(zlib.decompress(note))
-        StoredLayout(said["stored"])
-        return {name: said[name] for name in ("stored", "why", "is_less", "layers")}
-    except (zlib.error, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"rank {rank} does not say what it stores ({error!r}): it runs another version of "
-            "undercroft; install the same"
-        ) from error
-
-
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """What all ranks of a replica store together, from what they said in the region.
@@ -242,12 +263,14 @@ class Ranks:
         why: Why canonical pages, though asked for, are not stored; empty otherwise.
         shares: Of each group, the length of a chunk and each rank's place in it.
         layer_names: Of each group, the layers of all stages, in model order.
+        stages: Of each pipeline stage, the layers of each group.
     """
 
     stored: StoredLayout
     why: str
     shares: tuple[SlotShares, ...]
     layer_names: tuple[tuple[str, ...], ...]
+    stages: tuple[tuple[tuple[str, ...], ...], ...]
 
     @classmethod
     def of(
@@ -259,7 +282,7 @@ class Ranks:
             ConfigError: Ranks disagree; the message names both.
         """
         topology = topology_of(config)
-        said = [_said(rank, note) for rank, note in enumerate(notes)]
+        said = [parse_note(rank, note) for rank, note in enumerate(notes)]
         first = said[0]
         for rank, other in enumerate(said):
             if other["stored"] != first["stored"]:
@@ -283,4 +306,5 @@ class Ranks:
             layer_names=tuple(
                 tuple(dict.fromkeys(name for stage in group for name in stage)) for group in names
             ),
+            stages=tuple(tuple(tuple(group) for group in stage["layers"]) for stage in stages),
         )

@@ -45,6 +45,9 @@ _LOOK_EVERY_S = 5.0
 _LEAST_REQUESTS = 5
 _LEAST_PROMPTS = 20
 """Of prompts alone, which cost a request less than what is stored and not served."""
+_LEAST_NEW_SALTS = 100
+"""Prompts with salts that were all new. New tenants who start on one system prompt look like that
+too: some come again among so many, unless there are tens of thousands."""
 _LEAST_CHUNKS = 16
 _LEAST_TOKENS = 64
 """Of a prompt that would be worth storing."""
@@ -122,6 +125,7 @@ class SelfCheck:
         of one that was declined."""
         self._beginnings, self._salted = _Seen(), _Seen()
         self._evidence: Evidence | None = None
+        self._num_not_copied = 0
         self._look_at_s = 0.0
 
     def _begin(self, cause: str) -> Evidence:
@@ -151,6 +155,10 @@ class SelfCheck:
         self, request: Request, keys: Sequence[ChunkKey], chunks_of_groups: Sequence[int]
     ) -> None:
         """`request` stores `keys`, group by group so many of each."""
+        not_copied = self._counters.dropped_chunks[LEVEL_0, "copy_failed"]
+        if not_copied != self._num_not_copied:
+            self._num_not_copied = not_copied
+            self._begin("copy_failed")
         if request.is_known:
             for group, count in zip(self._by_index, chunks_of_groups, strict=True):
                 group.num_stored += count
@@ -294,7 +302,7 @@ class SelfCheck:
             self._counters.self_check_warnings[cause] += 1
             _LOG.warning(
                 "nothing was served from the cache for the last %d s: %s",
-                now_s - evidence.began_s[texts.BEGAN_AS.get(cause, cause)],
+                now_s - evidence.began_s[cause],
                 text,
             )
 
@@ -304,16 +312,16 @@ class SelfCheck:
             if result in ripe and count >= _LEAST_REQUESTS and 2 * count >= results.total():
                 return result
         counters = self._counters
-        if "full" in ripe and counters.stored_chunks == evidence.stored_before:
+        if counters.stored_chunks == evidence.stored_before:
             lost = {
                 "full": counters.declined_chunks[LEVEL_0, "full"] - evidence.full_before,
                 "copy_failed": counters.dropped_chunks[LEVEL_0, "copy_failed"]
                 - evidence.copy_failed_before,
             }
             cause = max(lost, key=lambda each: lost[each])
-            if lost[cause] >= _LEAST_CHUNKS:
+            if cause in ripe and lost[cause] >= _LEAST_CHUNKS:
                 return cause
-        if "salt" in ripe and evidence.num_salts == evidence.num_alike >= _LEAST_PROMPTS:
+        if "salt" in ripe and evidence.num_salts == evidence.num_alike >= _LEAST_NEW_SALTS:
             return "salt"
         has_only_short = evidence.num_short >= _LEAST_PROMPTS and not evidence.num_long
         if "short" in ripe and has_only_short and evidence.longest >= _LEAST_TOKENS:

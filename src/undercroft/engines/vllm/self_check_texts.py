@@ -11,10 +11,8 @@ from undercroft.hierarchy.hierarchy import LEVEL_0, Hierarchy
 from undercroft.hierarchy.level import Level
 from undercroft.settings import format_bytes
 
-__all__ = ["BEGAN_AS", "Evidence", "GroupSeen", "of_group", "of_others", "of_short"]
+__all__ = ["Evidence", "GroupSeen", "of_group", "of_others", "of_short"]
 
-BEGAN_AS = {"copy_failed": "full"}
-"""Causes whose evidence begins with that of another."""
 _MAX_DISTANCES = 256
 
 
@@ -103,7 +101,11 @@ def _why_zero(group: GroupSeen, how: str, num_held: int, counters: Counters) -> 
     if how == "short" or num_held:
         return _HOW_ZERO[how]
     if not group.num_stored:
-        return "the engine never offered a chunk of it; please report this, with the model's name"
+        return (
+            "the engine never offered a chunk of it; set blocks_per_chunk to 1 if it is above: a "
+            "recurrent state is kept at the last whole block of a prompt, where no larger chunk "
+            "may end. If it is 1, please report this, with the model's name"
+        )
     if failed:
         return (
             f"none of its chunks stays, {failed} chunks were not whole or not copied (copy_failed "
@@ -129,7 +131,8 @@ def of_others(cause: str, evidence: Evidence, hierarchy: Hierarchy) -> str:
     if cause == "salt":
         return (
             f"{evidence.num_alike} prompts began as an earlier one, and each had a cache_salt of "
-            "its own, so none can use what another stored; give one salt to all who may share"
+            "its own, so none can use what another stored; give one salt to all who may share, "
+            "or take no notice if each was a tenant's first"
         )
     return _OTHERS[cause](evidence, hierarchy)
 

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from typing_extensions import override
@@ -46,13 +47,15 @@ from undercroft.engines.vllm.rank_layout import Ranks, rank_layout
 from undercroft.engines.vllm.slot_worker import Reports, SlotWorker
 from undercroft.engines.vllm.tally import Tally
 from undercroft.engines.vllm.unserved import check_attention
-from undercroft.engines.vllm.version import doubt
+from undercroft.engines.vllm.version import doubt, own_version
+from undercroft.errors import ConfigError
 from undercroft.hierarchy.hierarchy import failed_chunk
 from undercroft.hierarchy.region import Region, RegionConfig
 from undercroft.hierarchy.rendezvous import region_path, sweep_dead_regions
 from undercroft.hierarchy.slots import SLOT_ALIGNMENT_BYTES, slot_bytes_for
 from undercroft.identity import EngineFacts, key_hash, namespace, weights_fingerprint
 from undercroft.keys import ChunkKey, Namespace
+from undercroft.layout.page_map import PageMap
 from undercroft.settings import check_host_bytes, check_sizes, host_limits, load
 
 __all__ = ["UndercroftSpec"]
@@ -158,6 +161,8 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
     _manager_class: type[UndercroftManager] = UndercroftManager
     _tells_failed_loads = False
     """Whether somebody asks the worker which loads failed; stock's connector does not."""
+    seen: Mapping[str, PageMap] = MappingProxyType({})
+    """A rank's pages by layer, from `seen_pages`; stock's connector shows no spec its tensors."""
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -177,6 +182,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             num_ranks=config.parallel.world_size,
             total_bytes=self._settings.host_bytes // SLOT_ALIGNMENT_BYTES * SLOT_ALIGNMENT_BYTES,
             identity=identity.digest(),
+            version=own_version(),
         )
 
     @classmethod
@@ -193,7 +199,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
         check_attention(get_current_vllm_config_or_none())
         config = self._engine.config
         check_one_host(config)
-        layout = rank_layout(kv_caches, config)
+        layout = rank_layout(kv_caches, config, self.seen)
         check_sizes(self._settings, [slot_bytes_for(n) for n in layout.chunk_bytes])
         self._check_room()
         platform = Platform.of(kv_caches, num_ranks=config.parallel.world_size)
@@ -264,7 +270,9 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             ranks = self._ranks(region)
             geometry = self._geometry(ranks)
             check_sizes(settings, [slot_bytes_for(n) for n in geometry.chunk_bytes])
-            made = self._namespace(geometry, ranks, take_facts(region.buffer))
+            model = take_facts(region.buffer)
+            self._check_sleep(model)
+            made = self._namespace(geometry, ranks, model)
             hierarchy = assemble(
                 settings,
                 geometry,
@@ -300,6 +308,20 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
                 tier.name: Locality(tier.locality) for tier in settings.tiers if tier.locality
             },
             reset_s=settings.drain_deadline_s,
+            keeps_across_sleep=settings.keep_across_sleep,
+        )
+
+    def _check_sleep(self, model: Mapping[str, Any]) -> None:
+        if not self._settings.keep_across_sleep:
+            return
+        if "weight_transfer" in model:
+            raise ConfigError(
+                "keep_across_sleep says that weights stay as they are while the engine is paused, "
+                "and --weight-transfer-config that they are replaced: leave one of them out"
+            )
+        _LOG.info(
+            "keep_across_sleep: a sleep or pause drops nothing here; after other weights were "
+            "loaded, reset_prefix_cache with reset_connector has to come before requests do"
         )
 
     def _geometry(self, ranks: Ranks) -> Geometry:
@@ -338,6 +360,11 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             key_hash=hashed,
             stored_layout=ranks.stored.value,
             layer_names=dict(zip(ids, ranks.layer_names, strict=True)),
+            stages=[
+                dict(zip(ids, stage, strict=True))
+                for stage in ranks.stages
+                if len(ranks.stages) > 1
+            ],
             model=model,
             settled_extras=_SETTLED_EXTRAS,
         )

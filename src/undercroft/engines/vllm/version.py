@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 
 from undercroft.errors import ConfigError
 
-__all__ = ["SERVED", "doubt", "explain"]
+__all__ = ["SERVED", "doubt", "explain", "own_version"]
 
 SERVED = ("0.32", "0.33")
 """The minor versions whose interface this adapter is written against."""
@@ -15,15 +16,23 @@ SERVED = ("0.32", "0.33")
 _WORDS = f"Undercroft is written for vLLM {' and '.join(SERVED)}"
 
 
-def doubt(version: str) -> str | None:
-    """One line to warn with if vLLM `version` is not one we know; None for versions we do.
+def own_version() -> str:
+    """Of this library, as it is installed; empty if it is not."""
+    try:
+        return version("undercroft")
+    except PackageNotFoundError:
+        return ""
+
+
+def doubt(engine_version: str) -> str | None:
+    """One line to warn with if vLLM `engine_version` is not one we know; None for versions we do.
 
     A version without a number at its front, as of a build from source, is believed.
     """
-    found = re.match(r"(\d+\.\d+)\.", version + ".")
+    found = re.match(r"(\d+\.\d+)\.", engine_version + ".")
     if found is None or found[1] in SERVED:
         return None
-    return f"{_WORDS}; this is {version}, which it was not tested with"
+    return f"{_WORDS}; this is {engine_version}, which it was not tested with"
 
 
 def explain(error: ImportError) -> ImportError | ConfigError:

@@ -8,7 +8,6 @@ under it. Everything else is read without a lock, and read again where it looks 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import stat
@@ -23,6 +22,7 @@ from undercroft.keys import Namespace
 from undercroft.tiers.disk.buffers import PAGE_BYTES
 from undercroft.tiers.disk.epoch import EpochFile
 from undercroft.tiers.disk.files import Files, translate
+from undercroft.tiers.disk.manifest import MAX_MANIFEST_BYTES, parse_manifest
 from undercroft.tiers.disk.names import (
     EPOCH_NAME,
     HISTORY,
@@ -30,6 +30,7 @@ from undercroft.tiers.disk.names import (
     MANIFEST_NAME,
     NAMESPACE,
     ROOT_NAME,
+    ROOT_NAMES,
     SEGMENT,
     TEMPORARY,
     is_ours,
@@ -49,7 +50,6 @@ from undercroft.tiers.disk.table import ENTRY_BYTES, Entries, parse_entries, par
 
 __all__ = ["Catalog"]
 
-_MAX_MANIFEST_BYTES = 16 << 20
 _LOCKS = "/proc/locks"
 _LOCK_LINE = re.compile(r"FLOCK\s+\w+\s+\w+\s+(-?\d+)\s+([0-9a-f]+):([0-9a-f]+):(\d+)")
 _VERSION = struct.Struct("<8sH")
@@ -206,7 +206,7 @@ class Catalog:
                 found = self.files.stat(path)
                 if stat.S_ISDIR(found.st_mode) and NAMESPACE.fullmatch(name):
                     namespaces.append(self._namespace(path, foreign, is_settled=is_settled))
-                elif name == LOCK_NAME:
+                elif name in ROOT_NAMES:
                     own.append(self._piece(path))
                 else:
                     foreign.append(self._tree(path))
@@ -219,21 +219,19 @@ class Catalog:
         )
 
     def _tree(self, path: str) -> Piece:
-        """A stranger's file, or directory with all that is in it, as one piece."""
-        found = self.files.stat(path)
-        piece = self._piece(path, found)
-        if not stat.S_ISDIR(found.st_mode):
-            return piece
-        for name in self.files.list(path):
-            with suppress(FileNotFoundError):
-                below = self._tree(f"{path}/{name}")
-                piece = Piece(
-                    path,
-                    piece.charged_bytes + below.charged_bytes,
-                    piece.disk_bytes + below.disk_bytes,
-                    max(piece.modified_s, below.modified_s),
-                    piece.num_bytes + below.num_bytes,
-                )
+        """A stranger's file, or directory with all that is in it, as one piece.
+
+        What may not be read, or lies too deep for a path, counts nothing.
+        """
+        piece, left = self._piece(path), [path]
+        while left:
+            at = left.pop()
+            with suppress(OSError):
+                found = self.files.stat(at)
+                names = self.files.list(at) if stat.S_ISDIR(found.st_mode) else []
+                left += [f"{at}/{name}" for name in names]
+                below = self._piece(at, found)
+                piece = piece if at == path else _together(piece, below)
         return piece
 
     def _namespace(
@@ -249,7 +247,7 @@ class Catalog:
             with suppress(FileNotFoundError):
                 found = self.files.stat(path)
                 match = SEGMENT.fullmatch(name)
-                if match and stat.S_ISREG(found.st_mode):
+                if match and stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
                     parts.setdefault(match[1], {})[match[2]] = self._piece(path, found)
                     if match[2] == INDEX_SUFFIX:
                         users[match[1]] = self._users(
@@ -322,19 +320,16 @@ class Catalog:
     def _manifest(self, directory: str) -> tuple[Namespace | None, str]:
         """The manifest, whatever it says, and what is wrong with it."""
         try:
-            data = self.read_file(f"{directory}/{MANIFEST_NAME}", _MAX_MANIFEST_BYTES)
-            stored = json.loads(data)
-            if not isinstance(stored, dict):
-                return None, "the manifest is damaged"
-            namespace = Namespace(stored)
+            data = self.read_file(f"{directory}/{MANIFEST_NAME}", MAX_MANIFEST_BYTES + 1)
+            namespace = parse_manifest(data)
             if namespace.id != directory.rpartition("/")[2]:
                 return namespace, "the manifest was altered: its digest is not the directory's name"
         except FileNotFoundError:
             return None, "the manifest is missing"
         except OSError as exc:
             return None, f"the manifest cannot be read: {exc.strerror}"
-        except (ValueError, RecursionError):
-            return None, "the manifest is damaged"
+        except CorruptChunk as exc:
+            return None, str(exc)
         return namespace, ""
 
     def read_file(self, path: str, max_bytes: int, offset: int = 0) -> bytes:
@@ -431,3 +426,14 @@ class Catalog:
             yield StoredChunk(
                 key, namespace_id, segment, slot, stored, sequence, size, stored == epoch
             )
+
+
+def _together(piece: Piece, below: Piece) -> Piece:
+    """`piece` with what lies below it."""
+    return Piece(
+        piece.path,
+        piece.charged_bytes + below.charged_bytes,
+        piece.disk_bytes + below.disk_bytes,
+        max(piece.modified_s, below.modified_s),
+        piece.num_bytes + below.num_bytes,
+    )

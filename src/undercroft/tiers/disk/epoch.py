@@ -14,7 +14,10 @@ import struct
 
 from undercroft.tiers.disk.files import Files
 
-__all__ = ["EpochFile"]
+__all__ = ["MAX_EPOCH", "EpochFile", "parse_epoch"]
+
+MAX_EPOCH = (1 << 62) - 1
+"""Never reached by counting; one above it is damage, and leaves room for the next."""
 
 _FIELDS = struct.Struct("<8sQQ")
 _MAGIC = b"UNDREPCH"
@@ -23,6 +26,17 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 def _check(epoch: int) -> int:
     return ((epoch ^ 0x9E3779B97F4A7C15) * 0xC2B2AE3D27D4EB4F) & _MASK
+
+
+def parse_epoch(data: bytes) -> int | None:
+    """What an epoch file's bytes say, 1 to `MAX_EPOCH`; None if they are damaged."""
+    if len(data) != _FIELDS.size:
+        return None
+    epoch: int
+    magic, epoch, check = _FIELDS.unpack(data)
+    if magic != _MAGIC or check != _check(epoch) or not 1 <= epoch <= MAX_EPOCH:
+        return None
+    return epoch
 
 
 class EpochFile:
@@ -52,13 +66,9 @@ class EpochFile:
         last_data, last_epoch = self._last
         if data == last_data:
             return last_epoch
-        if len(data) != _FIELDS.size:
-            return None
-        epoch: int
-        magic, epoch, check = _FIELDS.unpack(data)
-        if magic != _MAGIC or check != _check(epoch) or epoch == 0:
-            return None
-        self._last = (data, epoch)
+        epoch = parse_epoch(data)
+        if epoch is not None:
+            self._last = (data, epoch)
         return epoch
 
     def write(self, epoch: int) -> None:

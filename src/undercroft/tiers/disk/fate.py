@@ -10,13 +10,12 @@ from enum import Enum
 from undercroft.errors import CorruptChunk
 from undercroft.tiers.disk.catalog import Catalog
 from undercroft.tiers.disk.fsck import Fsck
-from undercroft.tiers.disk.history import Incident, key_part, read_history
+from undercroft.tiers.disk.history import MAX_HISTORY_BYTES, Incident, key_part, read_history
 from undercroft.tiers.disk.names import HISTORY
 from undercroft.tiers.disk.stored import Store, StoredChunk, StoredNamespace
 
 __all__ = ["Fate", "FateKind", "Fates"]
 
-_MAX_HISTORY_BYTES = 32 << 20
 _LOSSES = ("evicted", "declined", "dropped")
 
 
@@ -134,6 +133,6 @@ class Fates:
         for piece in namespace.own:
             if HISTORY.fullmatch(piece.path.rpartition("/")[2]):
                 try:
-                    yield from read_history(self._catalog.read_file(piece.path, _MAX_HISTORY_BYTES))
+                    yield from read_history(self._catalog.read_file(piece.path, MAX_HISTORY_BYTES))
                 except (OSError, CorruptChunk):
                     continue

@@ -9,11 +9,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Sequence
+from threading import Lock
 
 from undercroft.errors import TierError, TierFull, TierUnavailable
+from undercroft.tiers.disk.buffers import padded
 
-__all__ = ["Files", "translate"]
+__all__ = ["Files", "NotOurs", "translate"]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _ADVICE = {
@@ -24,7 +27,25 @@ _ADVICE = {
     errno.ENOENT: "it was removed under us and is made anew at the next store",
     errno.ESTALE: "remount the file system",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EBADFD: "remove it",
 }
+_NO_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EINVAL})
+_PRIVATE_FILE, _PRIVATE_DIRECTORY = 0o600, 0o700
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class NotOurs(OSError):
+    """What lies under a name of ours is no plain file of our own: never read, never written."""
+
+    def __init__(self, path: str, what: str) -> None:
+        super().__init__(errno.EBADFD, f"it is {what}, not a file of ours", path)
 
 
 def translate(exc: OSError, what: str, *, tier: str, key: bytes | None = None) -> TierError:
@@ -45,12 +66,49 @@ class Files:
     Threads: any. Every call may block, and raises `OSError` as the kernel has it.
     """
 
-    def open(self, path: str, flags: int) -> int:
-        """A descriptor; never follows a symbolic link, never inherited, created 0600.
+    written_bytes = 0
+    """Bytes written so far, each write in whole pages: no less than what reaches the medium."""
 
-        Nor does it wait for the other end of a pipe that somebody has put there.
+    _counting = Lock()
+
+    def open(self, path: str, flags: int) -> int:
+        """A descriptor of a plain file with one name, of the user whose its directory is.
+
+        Never inherited; 0600 whatever the umask, also if others have opened it up. Does not wait
+        for the other end of a pipe that somebody has put there.
+
+        Raises:
+            NotOurs: It, or its directory, is something else.
         """
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        extra = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            fd = os.open(path, flags | extra, _PRIVATE_FILE)
+        except OSError as exc:
+            if exc.errno in _NO_FILE:
+                kind = _KINDS.get(stat.S_IFMT(self.stat(path).st_mode))
+                if kind:
+                    raise NotOurs(path, kind) from exc
+            raise
+        try:
+            self._check_ours(fd, path, is_written=flags & os.O_ACCMODE != os.O_RDONLY)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _check_ours(self, fd: int, path: str, *, is_written: bool) -> None:
+        found, parent = os.fstat(fd), self.stat(path.rpartition("/")[0] or ".")
+        if not stat.S_ISREG(found.st_mode):
+            raise NotOurs(path, _KINDS.get(stat.S_IFMT(found.st_mode), "something special"))
+        if not stat.S_ISDIR(parent.st_mode):
+            raise NotOurs(path, "behind a symbolic link")
+        if found.st_nlink > 1:
+            raise NotOurs(path, f"one of {found.st_nlink} names of a file (hard links)")
+        if found.st_uid != parent.st_uid:
+            raise NotOurs(path, f"of user {found.st_uid} in a directory of {parent.st_uid}")
+        is_mine = found.st_uid == self.user_id()
+        if is_written and is_mine and stat.S_IMODE(found.st_mode) != _PRIVATE_FILE:
+            os.fchmod(fd, _PRIVATE_FILE)
 
     def close(self, fd: int) -> None:
         """Give the descriptor back."""
@@ -73,6 +131,8 @@ class Files:
         self._whole(os.pwritev(fd, buffers, offset), sum(map(len, buffers)))
 
     def _whole(self, written: int, wanted: int) -> None:
+        with self._counting:
+            self.written_bytes += padded(written)
         if written != wanted:
             raise OSError(errno.EIO, f"short write, {written} of {wanted} bytes")
 
@@ -90,7 +150,7 @@ class Files:
 
     def sync_directory(self, path: str) -> None:
         """Make the names in the directory durable."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             os.fsync(fd)
         finally:
@@ -120,8 +180,8 @@ class Files:
         os.replace(source, target)  # noqa: PTH105 - the call itself
 
     def make_directories(self, path: str) -> None:
-        """The directory and those above it; present is fine."""
-        os.makedirs(path, 0o700, exist_ok=True)  # noqa: PTH103 - the call itself
+        """The directory and those above it, 0700 whatever the umask; present is fine."""
+        _make_directory(path.rstrip("/") or "/")
 
     def remove_directory(self, path: str) -> None:
         """Remove an empty directory."""
@@ -129,7 +189,7 @@ class Files:
 
     def restrict(self, path: str) -> None:
         """Make the directory 0700."""
-        os.chmod(path, 0o700)  # noqa: PTH101 - the call itself
+        os.chmod(path, _PRIVATE_DIRECTORY)  # noqa: PTH101 - the call itself
 
     def stat(self, path: str) -> os.stat_result:
         """Of the name itself, never of what a symbolic link points to."""
@@ -163,3 +223,20 @@ class Files:
     def random_hex(self) -> str:
         """16 hex digits nobody else has."""
         return os.urandom(8).hex()
+
+
+def _make_directory(path: str) -> None:
+    try:
+        os.mkdir(path, _PRIVATE_DIRECTORY)  # noqa: PTH102 - the call itself
+    except FileNotFoundError:
+        above = path.rpartition("/")[0]
+        if not above:
+            raise
+        _make_directory(above.rstrip("/"))
+        _make_directory(path)
+    except FileExistsError:
+        if not os.path.isdir(path):  # noqa: PTH112 - the same
+            raise
+    else:
+        if stat.S_IMODE(os.lstat(path).st_mode) != _PRIVATE_DIRECTORY:
+            os.chmod(path, _PRIVATE_DIRECTORY)  # noqa: PTH101 - the same

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from undercroft.errors import CorruptChunk, FormatTooNew
 from undercroft.tiers.disk.buffers import PAGE_BYTES
+from undercroft.tiers.disk.files import NotOurs
 from undercroft.tiers.disk.foreign import ForeignSegment
 from undercroft.tiers.disk.ground import Ground
 from undercroft.tiers.disk.segment import INDEX_SUFFIX, SLAB_SUFFIX
@@ -70,7 +71,7 @@ class Follower:
             else:
                 self.drop(segment)
         for segment_id in sorted(there - known):
-            with suppress(FileNotFoundError, CorruptChunk, FormatTooNew):
+            with suppress(FileNotFoundError, NotOurs, CorruptChunk, FormatTooNew):
                 self._open_foreign(segment_id)
 
     def _open_foreign(self, segment_id: str) -> None:
@@ -80,6 +81,7 @@ class Follower:
         try:
             page = files.pread(index_fd, PAGE_BYTES, 0)
             header = parse_header_of(page, segment_id, records.namespace)
+            self._ground.check_fits(header)
             slab_fd = files.open(base + SLAB_SUFFIX, os.O_RDONLY | records.open_flags())
         except BaseException:
             files.close(index_fd)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from undercroft.errors import CorruptChunk
 from undercroft.tiers.disk.buffers import PAGE_BYTES
 from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.segment import OpenSegment
@@ -67,6 +68,7 @@ class ForeignSegment(OpenSegment):
 
         Raises:
             CorruptChunk, FormatTooNew: The header is no longer that of this segment.
+            OSError: The index cannot be read.
         """
         page = files.pread(self.index_fd, PAGE_BYTES, 0)
         if page == self._page and not self.stale:
@@ -83,9 +85,11 @@ class ForeignSegment(OpenSegment):
         header = parse_header_of(
             page.ljust(PAGE_BYTES, b"\0"), self.header.segment_id, self.header.namespace
         )
+        if header != self.header:
+            raise CorruptChunk("the index of a segment has changed its geometry")
         # A change without the item that should come next: items were lost, or the owner is new.
         slots = None if is_stale else (changed_slots(page, self._next) or None)
-        if slots is None:
+        if slots is None or max(slots) >= header.num_slots:  # a ring item carries no check
             sighting = Sighting(None, [self._disk_entries(files, 0, header.num_slots)])
             self._next = next_change(page)
         else:
@@ -93,7 +97,7 @@ class ForeignSegment(OpenSegment):
             self._next += len(slots)
             slots = sorted(set(slots))
             sighting = Sighting(slots, [self._disk_entries(files, slot, 1) for slot in slots])
-        self.header, self._page = header, page
+        self._page = page
         self.settled_s = now_s
         return sighting
 

@@ -276,7 +276,10 @@ class Fsck:
     def _read(self, records: RecordIo, fd: int, chunk: StoredChunk, size: int) -> str:
         if record_bytes(chunk.payload_bytes) != size:
             return f"the entry says {chunk.payload_bytes} bytes, which no slot of {size} holds"
-        whole = self._pool.take(size)
+        try:
+            whole = self._pool.take(size)
+        except OSError as exc:
+            return f"there is no memory for its {size} bytes: {exc.strerror}"
         try:
             out = whole[: chunk.payload_bytes]
             records.read(fd, chunk.slot * size, chunk.key, chunk.epoch, out)

@@ -5,12 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from undercroft.clock import Clock
+from undercroft.errors import CorruptChunk
 from undercroft.log import SparingLog
+from undercroft.tiers.disk.buffers import PAGE_BYTES
 from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.holdings import Holdings
+from undercroft.tiers.disk.owed import OwedResets
 from undercroft.tiers.disk.records import RecordIo
 from undercroft.tiers.disk.root import Root
-from undercroft.tiers.disk.segment import OpenSegment
+from undercroft.tiers.disk.segment import OpenSegment, segment_bytes
+from undercroft.tiers.disk.table import (
+    ENTRY_BYTES,
+    MAX_SLOTS,
+    Entries,
+    IndexHeader,
+    parse_entries,
+)
 from undercroft.tiers.disk.usage import NamespaceUsage, Usage
 
 __all__ = ["Ground", "Limits"]
@@ -37,6 +47,7 @@ class Ground:
     limits: Limits
     clock: Clock
     log: SparingLog
+    owed: OwedResets
     usage: Usage = field(default_factory=Usage)
     num_looks: int = 0
     free_bytes: int = 0
@@ -66,6 +77,32 @@ class Ground:
         """What this process may hold in segments."""
         share = self.usage.share_bytes(self.limits.capacity_bytes)
         return share // self.limits.num_replicas
+
+    def check_fits(self, header: IndexHeader) -> None:
+        """Refuse a segment that says it is larger than all that may be here: nothing is read of it.
+
+        Raises:
+            CorruptChunk: It does.
+        """
+        size = segment_bytes(header.record_bytes, header.num_slots)
+        if size > self.limits.capacity_bytes:
+            raise CorruptChunk(
+                f"the index header says {header.num_slots} slots of {header.record_bytes} bytes, "
+                f"more than the capacity of {self.limits.capacity_bytes}"
+            )
+
+    def read_table(self, index_fd: int, first_slot: int = 0) -> Entries:
+        """The entries of an index whose header may be damaged: as far as its slab could hold them.
+
+        A file may say any size, at no cost to whoever made it: no more is read than the capacity
+        has records for.
+        """
+        at = PAGE_BYTES + first_slot * ENTRY_BYTES
+        most = min(MAX_SLOTS, self.limits.capacity_bytes // (2 * PAGE_BYTES)) * ENTRY_BYTES
+        size = max(0, min(self.files.fstat(index_fd).st_size - at, most))
+        return parse_entries(
+            self.files.pread(index_fd, size, at), self.records.namespace, first_slot
+        )
 
     def enter(self, segment: OpenSegment) -> bool:
         """Keep the segment's files open; False if they are already closed."""

@@ -20,13 +20,14 @@ from undercroft.clock import Clock
 from undercroft.errors import CorruptChunk
 from undercroft.keys import Namespace
 from undercroft.tiers.disk.buffers import PAGE_BYTES
-from undercroft.tiers.disk.files import Files
+from undercroft.tiers.disk.files import Files, NotOurs
 from undercroft.tiers.disk.names import HISTORY
 from undercroft.tiers.disk.root import Root
 from undercroft.tiers.disk.usage import NAMESPACE_BYTES
 
 __all__ = [
     "EVENTS",
+    "MAX_HISTORY_BYTES",
     "REASONS",
     "HistoryFile",
     "Incident",
@@ -35,6 +36,7 @@ __all__ = [
     "read_history",
 ]
 
+MAX_HISTORY_BYTES = 16 << 20
 EVENTS = ("?", "evicted", "declined", "dropped", "missed", "reset", "down", "up", "opened")
 REASONS = (
     "other",
@@ -58,6 +60,7 @@ REASONS = (
     "load_failed",
     "read_failed",
     "given_up",
+    "write_budget",
 )
 """Codes are places in these; both only ever grow at the end."""
 
@@ -75,7 +78,6 @@ _MAX_LEVELS = 8
 _NAMES_AT = 128
 _SHARE = 1024
 _MIN_BYTES = 8192
-_MAX_BYTES = 16 << 20
 _TINY_SPARE = 32
 _MASK = 0xFFFFFFFF
 
@@ -111,7 +113,7 @@ def key_part(key: bytes) -> bytes:
 def history_bytes(capacity_bytes: int, num_replicas: int) -> int:
     """Size of an engine's file: 1/1024 of its part of the capacity; 0 if that is too little."""
     size = capacity_bytes // num_replicas // _SHARE // PAGE_BYTES * PAGE_BYTES
-    return min(size, _MAX_BYTES) if size >= _MIN_BYTES else 0
+    return min(size, MAX_HISTORY_BYTES) if size >= _MIN_BYTES else 0
 
 
 def _check(entry: bytes) -> int:
@@ -279,7 +281,10 @@ class HistoryFile:
             if not HISTORY.fullmatch(name):
                 continue
             path = f"{self._root.directory}/{name}"
-            fd = self._files.open(path, os.O_RDWR)
+            try:
+                fd = self._files.open(path, os.O_RDWR)
+            except NotOurs:
+                continue
             if not self._files.lock(fd):
                 self._files.close(fd)
             elif self._take_over(fd):
@@ -295,7 +300,9 @@ class HistoryFile:
         page = self._files.pread(fd, PAGE_BYTES, 0)
         if page != _pack_header(self._namespace.digest, self._levels, self._num_entries):
             return False
-        data = self._files.pread(fd, self._size(), PAGE_BYTES)
+        data = self._files.pread(fd, self._size() - PAGE_BYTES, PAGE_BYTES)
+        if len(data) != self._size() - PAGE_BYTES:
+            return False
         numbers = np.frombuffer(data, "<u4").reshape(-1, _ENTRY.size // 4)[:, _NUMBER_WORD]
         for place in np.argsort(numbers, kind="stable")[::-1].tolist():
             whole = list(_entries(data[place * _ENTRY.size :][: _ENTRY.size], self._levels))

@@ -80,8 +80,7 @@ class Keeper:
                 self._make_room_for_namespace()
             root.enter()
             self.epoch_file.open(read_only=False)
-            if (self.epoch_file.read() or 0) < max(1, ground.holdings.epoch):
-                self.epoch_file.write(max(self.orphans.latest_epoch(), ground.holdings.epoch) + 1)
+            self._enter_epoch()
             ground.records.direct = self._choose_direct()
             ground.look()
             orphans = self.orphans.lock_all()
@@ -100,6 +99,17 @@ class Keeper:
                     segment.disk_close(ground.files)
                 raise
         return prepared
+
+    def _enter_epoch(self) -> None:
+        """Raise the epoch if it is missing or damaged, went back, or a reset is owed."""
+        owed, holdings = self.ground.owed.debts(), self.ground.holdings
+        epoch = self.epoch_file.read() or 0
+        if epoch < max(1, holdings.epoch):
+            epoch = max(self.orphans.latest_epoch(), holdings.epoch)
+        elif not owed:
+            return
+        self.epoch_file.write(epoch + 1)
+        self.ground.owed.settle(owed)
 
     def _make_room_for_namespace(self) -> None:
         """A namespace costs a directory and two files; not even that may exceed the capacity."""
@@ -180,7 +190,9 @@ class Keeper:
         Raises:
             TierUnavailable: Another process has held the root's lock for two seconds.
         """
+        owed = self.ground.owed.debts()  # first: what is noted from now on needs another one
         with self.ground.root.locked():
             epoch = max(self.epoch_file.read() or 0, self.ground.holdings.epoch) + 1
             self.epoch_file.write(epoch)
+        self.ground.owed.settle(owed)
         return epoch

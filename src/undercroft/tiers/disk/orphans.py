@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from undercroft.errors import CorruptChunk, FormatTooNew
 from undercroft.tiers.disk.buffers import PAGE_BYTES
+from undercroft.tiers.disk.files import NotOurs
 from undercroft.tiers.disk.follower import Follower
 from undercroft.tiers.disk.ground import Ground
 from undercroft.tiers.disk.segment import INDEX_SUFFIX, SLAB_SUFFIX, OwnSegment
@@ -54,7 +55,7 @@ class Orphans:
         path = f"{segment.directory}/seg-{segment.segment_id}{INDEX_SUFFIX}"
         try:
             fd = self._ground.files.open(path, os.O_RDWR)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotOurs):
             return None
         orphan = None
         try:
@@ -72,6 +73,7 @@ class Orphans:
                 segment.segment_id,
                 self._ground.records.namespace,
             )
+            self._ground.check_fits(header)
         except FormatTooNew as exc:
             self._ground.num_too_new += 1
             self._ground.log.warning("segment %s is left alone: %s", segment.segment_id, exc)
@@ -92,9 +94,7 @@ class Orphans:
 
     def note_lost(self, index_fd: int, why: str, first_slot: int = 0) -> None:
         """Tell what a segment holds, from `first_slot` on, before it goes."""
-        size = self._ground.files.fstat(index_fd).st_size
-        table = self._ground.files.pread(index_fd, size, PAGE_BYTES + first_slot * ENTRY_BYTES)
-        entries = parse_entries(table, self._ground.records.namespace, first_slot)
+        entries = self._ground.read_table(index_fd, first_slot)
         chunks = zip(entries.keys, entries.epochs.tolist(), strict=True)
         self._ground.holdings.note_lost(chunks, why)
 
@@ -103,14 +103,12 @@ class Orphans:
         latest = 0
         for segment in self._ground.root.usage().namespaces[self._ground.namespace_name].segments:
             path = f"{segment.directory}/seg-{segment.segment_id}{INDEX_SUFFIX}"
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, NotOurs):
                 fd = self._ground.files.open(path, os.O_RDONLY)
                 try:
-                    size = self._ground.files.fstat(fd).st_size
-                    table = self._ground.files.pread(fd, size, PAGE_BYTES)
+                    epochs = self._ground.read_table(fd).epochs
                 finally:
                     self._ground.files.close(fd)
-                epochs = parse_entries(table, self._ground.records.namespace).epochs
                 latest = max(latest, int(epochs.max(initial=0)))
         return latest
 
@@ -134,6 +132,10 @@ class Orphans:
                 segment.disk_close(files)
                 return None
             segment.disk_is_linked(files)
+        except NotOurs as exc:
+            self._ground.log.warning("%s is left alone: %s", exc.filename, exc.strerror)
+            segment.disk_close(files)
+            return None
         except BaseException:
             segment.disk_close(files)
             raise

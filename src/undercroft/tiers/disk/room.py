@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from undercroft.errors import TierFull
 from undercroft.tiers.disk.buffers import PAGE_BYTES
+from undercroft.tiers.disk.files import NotOurs
 from undercroft.tiers.disk.ground import Ground
 from undercroft.tiers.disk.orphans import Orphans
 from undercroft.tiers.disk.segment import INDEX_SUFFIX, SLAB_SUFFIX, OwnSegment
@@ -197,7 +198,7 @@ class Room:
         path = f"{segment.directory}/seg-{segment.segment_id}{INDEX_SUFFIX}"
         try:
             fd = self._ground.files.open(path, os.O_RDONLY)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotOurs):
             return False
         try:
             if not self._ground.files.lock(fd):

@@ -11,12 +11,20 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from undercroft.clock import Clock
-from undercroft.errors import ConfigError, TierUnavailable
+from undercroft.errors import ConfigError, CorruptChunk, TierUnavailable
 from undercroft.keys import Namespace, first_difference
 from undercroft.log import SparingLog
 from undercroft.tiers.disk.buffers import PAGE_BYTES, AlignedPool
-from undercroft.tiers.disk.files import Files
-from undercroft.tiers.disk.names import NAMESPACE, ROOT_NAME, SEGMENT, TEMPORARY, is_ours
+from undercroft.tiers.disk.files import Files, NotOurs
+from undercroft.tiers.disk.manifest import MAX_MANIFEST_BYTES, parse_manifest
+from undercroft.tiers.disk.names import (
+    NAMESPACE,
+    ROOT_NAME,
+    ROOT_NAMES,
+    SEGMENT,
+    TEMPORARY,
+    is_ours,
+)
 from undercroft.tiers.disk.segment import INDEX_SUFFIX, SLAB_SUFFIX, charge
 from undercroft.tiers.disk.usage import NamespaceUsage, SegmentUsage, Usage
 
@@ -25,6 +33,7 @@ __all__ = ["ROOT_NAME", "Root", "hold_root", "remove_segment"]
 _LOCK_WAIT_S = 2.0
 _PRIVATE = 0o700
 _LOCK_RETRY_S = 0.005
+_MAX_SHOWN = 500
 _REFUSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 _LOG = logging.getLogger(__name__)
@@ -98,6 +107,7 @@ class Root:
             self.read_only = f"{exc.filename or self.path}: {exc.strerror}"
         self.check_owner()
         if self.read_only:
+            self._check_directory(self.directory)
             self._compare_manifest(required=True)
 
     def is_new(self) -> bool:
@@ -108,9 +118,12 @@ class Root:
         """Create or compare the namespace's directory and manifest. Needs the lock.
 
         Raises:
-            ConfigError: The manifest there is another one; says where they differ first.
+            ConfigError: The manifest there is another one; says where they differ first. Or the
+                directory is a link, or somebody else's.
         """
         self._files.make_directories(self.directory)
+        self._check_directory(self.directory)
+        self._make_private(self.directory)
         if not self._compare_manifest(required=False):
             self._write_manifest()
         self._manifest_fd = self._files.open(f"{self.directory}/manifest.json", os.O_RDONLY)
@@ -125,13 +138,17 @@ class Root:
                     rest.callback(self._files.close, fd)
 
     def _make(self) -> None:
+        self._check_links_above()
         self._files.make_directories(self._above)
         self.check_owner()
         self._files.make_directories(self.path)
         self.check_owner()
         self._lock_fd = self._files.open(f"{self.path}/lock", os.O_RDWR | os.O_CREAT)
-        if stat.S_IMODE(self._files.stat(self.path).st_mode) != _PRIVATE:
-            self._files.restrict(self.path)
+        self._make_private(self.path)
+
+    def _make_private(self, directory: str) -> None:
+        if stat.S_IMODE(self._files.stat(directory).st_mode) != _PRIVATE:
+            self._files.restrict(directory)
 
     def check_owner(self) -> None:
         """Refuse a root that is not ours to use; one that is missing is fine.
@@ -139,16 +156,33 @@ class Root:
         Raises:
             ConfigError: It is a link, a file, or somebody else's.
         """
-        if not self._files.exists(self.path):
+        self._check_directory(self.path)
+
+    def _check_directory(self, directory: str) -> None:
+        if not self._files.exists(directory):
             return
-        found = self._files.stat(self.path)
-        if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
-            raise ConfigError(f"{self.path} is not a directory of its own: remove it or move away")
+        found = self._files.stat(directory)
+        if not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(f"{directory} is not a directory of its own: remove it or move away")
         if found.st_uid != self._files.user_id():
             raise ConfigError(
-                f"{self.path} belongs to user {found.st_uid}, not to us ({self._files.user_id()}): "
+                f"{directory} belongs to user {found.st_uid}, not to us ({self._files.user_id()}): "
                 "give each user a path of its own"
             )
+
+    def _check_links_above(self) -> None:
+        """Refuse to be led by others: links on the way to the root are ours, or the system's."""
+        parts = self.path.split("/")[:-1]
+        for end in range(1, len(parts) + 1):
+            path = "/".join(parts[:end])
+            if not path or not self._files.exists(path):
+                continue
+            found = self._files.stat(path)
+            if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, self._files.user_id()):
+                raise ConfigError(
+                    f"{path} is a symbolic link of user {found.st_uid}, who could point it "
+                    "elsewhere: name the place itself"
+                )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -169,19 +203,19 @@ class Root:
                 raise
             return False
         try:
-            data = self._files.pread(fd, self._files.fstat(fd).st_size, 0)
+            data = self._files.pread(fd, MAX_MANIFEST_BYTES + 1, 0)
         finally:
             self._files.close(fd)
         try:
-            stored = json.loads(data)
-            same_id = isinstance(stored, dict) and Namespace(stored).id == self._namespace.id
-        except (ValueError, RecursionError):
+            stored = parse_manifest(data)
+            same_id = stored.id == self._namespace.id
+        except CorruptChunk:
             self._log.warning("%s is unreadable and is written anew", path)
             return False
-        wanted = Namespace(json.loads(self._namespace.text))
-        difference = first_difference(wanted, Namespace(stored))
+        difference = first_difference(Namespace(json.loads(self._namespace.text)), stored)
         if difference is None:
             return True
+        difference = "".join(c if c.isprintable() else "?" for c in difference[:_MAX_SHOWN])
         if same_id:
             raise ConfigError(
                 f"{path} describes another namespace of this id: {difference}; use another path"
@@ -193,6 +227,10 @@ class Root:
     def _write_manifest(self) -> None:
         path = f"{self.directory}/manifest.json"
         text = json.dumps(json.loads(self._namespace.text), indent=2, sort_keys=True) + "\n"
+        try:
+            parse_manifest(text.encode())
+        except CorruptChunk as exc:
+            raise ConfigError(f"this engine's namespace cannot be stored: {exc}") from exc
         for old in (path, f"{path}.tmp"):
             self._files.unlink(old)
         fd = self._files.open(f"{path}.tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -231,9 +269,9 @@ class Root:
             with suppress(FileNotFoundError):
                 found = self._files.stat(path)
                 usage.fixed_bytes += charge(found)
-                if stat.S_ISDIR(found.st_mode) and NAMESPACE.fullmatch(name):
+                if NAMESPACE.fullmatch(name) and self._is_ours(found):
                     usage.namespaces[name] = self._namespace_usage(path, usage)
-                elif name != "lock":
+                elif name not in ROOT_NAMES:
                     usage.foreign_names.append(path)
         if tuple(usage.foreign_names) != self._warned and usage.foreign_names:
             self._warned = tuple(usage.foreign_names)
@@ -245,13 +283,22 @@ class Root:
             )
         return usage
 
+    def _is_ours(self, found: os.stat_result) -> bool:
+        """Whether that is a directory of ours, rather than a link or somebody else's."""
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == self._files.user_id()
+
+    def _is_plain(self, found: os.stat_result) -> bool:
+        """Whether `Files.open` takes it: a file of ours with one name."""
+        mine = found.st_uid == self._files.user_id()
+        return stat.S_ISREG(found.st_mode) and found.st_nlink <= 1 and mine
+
     def _namespace_usage(self, directory: str, usage: Usage) -> NamespaceUsage:
         found: dict[str, dict[str, os.stat_result]] = {}
         for name in self._files.list(directory):
             with suppress(FileNotFoundError):
                 status = self._files.stat(f"{directory}/{name}")
                 match = SEGMENT.fullmatch(name)
-                if match and stat.S_ISREG(status.st_mode):
+                if match and self._is_plain(status):
                     found.setdefault(match[1], {})[match[2]] = status
                     continue
                 usage.fixed_bytes += charge(status)
@@ -281,14 +328,17 @@ class Root:
             if not NAMESPACE.fullmatch(name):
                 continue
             directory = f"{self.path}/{name}"
+            if not self._is_ours(self._files.stat(directory)):
+                continue
             names = set(self._files.list(directory))
             for each in sorted(names):
                 match = SEGMENT.fullmatch(each)
                 other = {SLAB_SUFFIX: INDEX_SUFFIX, INDEX_SUFFIX: SLAB_SUFFIX}
                 half = match and f"seg-{match[1]}{other[match[2]]}" not in names
                 if half or TEMPORARY.fullmatch(each):
-                    self._files.unlink(f"{directory}/{each}")
-                    self.num_swept += 1
+                    with suppress(IsADirectoryError):
+                        self._files.unlink(f"{directory}/{each}")
+                        self.num_swept += 1
             if directory != self.directory:
                 self._sweep_empty(directory, names)
 
@@ -299,7 +349,10 @@ class Root:
             self._files.remove_directory(directory)
         if "manifest.json" not in names:
             return
-        fd = self._files.open(f"{directory}/manifest.json", os.O_RDONLY)
+        try:
+            fd = self._files.open(f"{directory}/manifest.json", os.O_RDONLY)
+        except NotOurs:
+            return
         try:
             if not self._files.lock(fd):
                 return
@@ -317,10 +370,12 @@ class Root:
 def remove_segment(files: Files, directory: str, segment_id: str, slab_fd: int = -1) -> None:
     """Remove a segment and give its space back at once, even if others have it open.
 
-    The index goes first: a slab without one is swept after a crash.
+    The index goes first: a slab without one is swept after a crash. Of what is not ours only the
+    name goes: its bytes may be somebody's.
     """
     base = f"{directory}/seg-{segment_id}"
-    files.unlink(base + INDEX_SUFFIX)
+    with suppress(IsADirectoryError):
+        files.unlink(base + INDEX_SUFFIX)
     fd = slab_fd
     try:
         if fd < 0:
@@ -328,7 +383,10 @@ def remove_segment(files: Files, directory: str, segment_id: str, slab_fd: int =
         files.truncate(fd, 0)
     except FileNotFoundError:
         return
+    except NotOurs:
+        fd = -1
     finally:
         if slab_fd < 0 <= fd:
             files.close(fd)
-    files.unlink(base + SLAB_SUFFIX)
+    with suppress(IsADirectoryError):
+        files.unlink(base + SLAB_SUFFIX)

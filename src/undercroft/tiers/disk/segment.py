@@ -147,7 +147,10 @@ class OwnSegment(OpenSegment):
             return []
         self.sequences[entries.damaged_slots] = 1
         self.sequences[entries.slots] = np.maximum(entries.sequences, np.uint64(1))
-        self.payload_bytes[entries.slots] = entries.payload_bytes
+        most = np.uint64(
+            self.header.record_bytes - PAGE_BYTES
+        )  # one that says more fails to be read
+        self.payload_bytes[entries.slots] = np.minimum(entries.payload_bytes, most)
         current = np.flatnonzero(entries.epochs == np.uint64(epoch))
         taken = np.zeros(slots, bool)
         taken[entries.slots[current]] = True

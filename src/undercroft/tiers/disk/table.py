@@ -31,6 +31,8 @@ __all__ = [
     "ENTRY_BYTES",
     "FORMAT_VERSION",
     "FREE_ENTRY",
+    "MAX_RECORD_BYTES",
+    "MAX_SLOTS",
     "RING_AT",
     "RING_ITEMS",
     "Entries",
@@ -50,6 +52,10 @@ __all__ = [
 
 FORMAT_VERSION = 1
 ENTRY_BYTES = 128
+MAX_SLOTS = 1 << 22
+"""Of a segment: an index of 512 MiB. Nobody makes larger ones, and none is read."""
+MAX_RECORD_BYTES = 1 << 36
+"""The same of a record, header and all."""
 FREE_ENTRY = bytes(ENTRY_BYTES)
 RING_AT = 512
 RING_ITEMS = (PAGE_BYTES - RING_AT) // 8
@@ -66,6 +72,7 @@ _PRIME = 0xC2B2AE3D27D4EB4F
 _SHIFT = 29
 _MASK = 0xFFFFFFFFFFFFFFFF
 _ROWS_AT_ONCE = 4096
+_MAX_NUMBER = (1 << 62) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +136,8 @@ def parse_header(page: bytes) -> IndexHeader:
         )
     if (version, entry_bytes, size) != (FORMAT_VERSION, ENTRY_BYTES, PAGE_BYTES):
         raise CorruptChunk(f"the index header says version {version}, entries of {entry_bytes}")
-    if record_bytes < 2 * PAGE_BYTES or record_bytes % PAGE_BYTES or num_slots < 1:
+    is_record = 2 * PAGE_BYTES <= record_bytes <= MAX_RECORD_BYTES and not record_bytes % PAGE_BYTES
+    if not is_record or not 1 <= num_slots <= MAX_SLOTS:
         raise CorruptChunk(f"the index header says {num_slots} slots of {record_bytes} bytes")
     return IndexHeader(name.decode("ascii", "replace"), space, record_bytes, num_slots)
 
@@ -236,7 +244,10 @@ def _keys(rows: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> list
 
 
 def parse_entries(table: bytes, namespace: bytes, first_slot: int = 0) -> Entries:
-    """Check and read the entries in `table`, a whole number of them from `first_slot` on."""
+    """Check and read the entries in `table`, those that are whole, from `first_slot` on.
+
+    An epoch or sequence that counting never reaches, or more bytes than any record has, is damage.
+    """
     rows = np.frombuffer(table, "<u8", count=len(table) // 8 // _WORDS * _WORDS)
     rows = rows.reshape(-1, _WORDS)
     used = np.flatnonzero(rows.any(axis=1))
@@ -247,6 +258,8 @@ def parse_entries(table: bytes, namespace: bytes, first_slot: int = 0) -> Entrie
     whole = fold_rows(rows) == rows[:, _WORDS - 1]
     whole &= (rows[:, 0] >> np.uint64(32)) == slots.astype(np.uint64)
     whole &= (lengths >= 1) & (lengths <= MAX_KEY_BYTES) & (rows[:, 12] == np.uint64(space))
+    whole &= (rows[:, 9] <= np.uint64(_MAX_NUMBER)) & (rows[:, 10] <= np.uint64(_MAX_NUMBER))
+    whole &= rows[:, 11] <= np.uint64(MAX_RECORD_BYTES)
     rows, lengths = rows[whole], lengths[whole]
     return Entries(
         slots[whole],

@@ -16,12 +16,15 @@ from undercroft.errors import (
 )
 from undercroft.keys import MAX_KEY_BYTES, ChunkKey, Namespace
 from undercroft.log import SparingLog
+from undercroft.tiers.base import Allowance
+from undercroft.tiers.disk.accounts import Accounts
 from undercroft.tiers.disk.buffers import PAGE_BYTES, AlignedPool
 from undercroft.tiers.disk.files import Files, translate
 from undercroft.tiers.disk.foreign import ForeignSegment
 from undercroft.tiers.disk.ground import Ground, Limits
 from undercroft.tiers.disk.holdings import Holdings, Reservation
 from undercroft.tiers.disk.keeper import Keeper
+from undercroft.tiers.disk.owed import OwedResets
 from undercroft.tiers.disk.records import RecordIo, record_bytes
 from undercroft.tiers.disk.root import Root
 from undercroft.tiers.disk.segment import OpenSegment, OwnSegment
@@ -52,6 +55,8 @@ class DiskTier:
         num_replicas: Processes of this namespace that share the root; each gets an equal part.
         direct: Whether to bypass the page cache; None finds out what the file system takes.
         flush_interval_s: At most this much of the latest stores is lost when the power fails.
+        write_budget_bytes: What all processes together should write here in a day, restarts
+            included; None: as much as they like. See `Budgeted`. Give every process the same.
         files: The system calls; tests replace them.
 
     Raises:
@@ -74,6 +79,7 @@ class DiskTier:
         num_replicas: int = 1,
         direct: bool | None = None,
         flush_interval_s: float = 1.0,
+        write_budget_bytes: int | None = None,
         files: Files | None = None,
     ) -> None:
         for setting, value, least in (
@@ -81,6 +87,7 @@ class DiskTier:
             ("free_space_floor_bytes", free_space_floor_bytes, 0),
             ("num_replicas", num_replicas, 1),
             ("flush_interval_s", flush_interval_s, 0),
+            ("write_budget_bytes", write_budget_bytes or MIN_CAPACITY_BYTES, MIN_CAPACITY_BYTES),
         ):
             if value < least:
                 raise ConfigError(
@@ -97,8 +104,9 @@ class DiskTier:
         limits = Limits(capacity_bytes, free_space_floor_bytes, num_replicas, direct)
         root = Root(files, str(path), namespace, clock)
         self._log = SparingLog(_LOG, clock)
+        owed = OwedResets(str(path), namespace.id, clock)
         self._keeper = Keeper(
-            Ground(files, root, self._records, self._holdings, limits, clock, self._log)
+            Ground(files, root, self._records, self._holdings, limits, clock, self._log, owed)
         )
         self._counts = {"corrupt_dropped": 0, "stale_reads": 0}
         self._suspects: set[bytes] = set()
@@ -109,6 +117,8 @@ class DiskTier:
                 self._upkeep.attach()
             except (TierUnavailable, TierFull) as exc:
                 _LOG.warning("disk tier %r starts without its disk: %s", name, exc)
+        self._accounts = Accounts(name, self._keeper, clock, write_budget_bytes)
+        self._accounts.sync()
 
     # Tier
 
@@ -190,6 +200,7 @@ class DiskTier:
             except OSError as exc:
                 _LOG.warning("disk tier %r closed unflushed: %s", self.name, exc)
             finally:
+                self._accounts.close()
                 self._detach()
 
     def _detach(self) -> None:
@@ -198,7 +209,7 @@ class DiskTier:
         except OSError as exc:
             _LOG.warning("disk tier %r: a file could not be closed: %s", self.name, exc)
 
-    # Described, Indexed, Bounded, Epochal, Following
+    # Described, Indexed, Bounded, Epochal, Owing, Following, Budgeted
 
     def describe(self) -> str:
         """See `Described.describe`."""
@@ -261,11 +272,38 @@ class DiskTier:
                 load, this tier serves nothing.
         """
         self._upkeep.check_open()
-        self._upkeep.must_raise = True
-        self._upkeep.seen_epoch = -1
+        if not self._upkeep.owed:
+            self._upkeep.owe_reset()
         with self._keeper.shape:
-            self._upkeep.ensure_attached()
-            return self._upkeep.raise_epoch()
+            try:
+                self._upkeep.ensure_writable()
+                return self._upkeep.raise_epoch()
+            except (TierUnavailable, TierFull):
+                # Read-only for us, perhaps, and somebody else has done it.
+                epoch = self._upkeep.epoch_if_settled()
+                if epoch is None:
+                    raise
+                return epoch
+
+    def owe_reset(self) -> bool:
+        """See `Owing.owe_reset`."""
+        return self._upkeep.owe_reset()
+
+    def owed_at(self) -> str:
+        """See `Owing.owed_at`."""
+        return self._keeper.ground.root.directory
+
+    def written_bytes(self) -> int:
+        """See `Budgeted.written_bytes`: in whole pages, everything that this tier writes."""
+        return self._files.written_bytes
+
+    def write_cost_bytes(self, num_bytes: int) -> int:
+        """See `Budgeted.write_cost_bytes`: the record, and the pages of its index that change."""
+        return self._accounts.cost_bytes(num_bytes)
+
+    def allowance(self) -> Allowance | None:
+        """See `Budgeted.allowance`."""
+        return self._accounts.allowance()
 
     # More
 
@@ -289,7 +327,11 @@ class DiskTier:
 
     def refresh(self) -> None:
         """See `Following.refresh`."""
-        self._upkeep.run(force=True)
+        try:
+            self._upkeep.run(force=True)
+            self._accounts.sync()
+        finally:
+            self._upkeep.mend_if_owed()
 
     def flush(self) -> None:
         """Make everything stored so far survive a loss of power. Blocks for the device."""

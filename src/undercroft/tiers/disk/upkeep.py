@@ -21,6 +21,7 @@ EPOCH_AGE_S = 0.02
 _EPOCH_SYNC_S = 0.001
 _EPOCH_WAIT_S = 0.05
 _FOLLOW_AGE_S = 0.1
+_MEND_RETRY_S = 1.0
 
 _LOG = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ class Upkeep:
         self.name = name
         self.keeper = keeper
         self.closed = False
-        self.must_raise = False
+        self.owed = keeper.ground.owed
+        """True while a reset is owed: nothing is served until the epoch has been raised."""
         self.seen_epoch = -1
         self.epoch_read_s = float("-inf")
         self._holdings = holdings
@@ -45,6 +47,7 @@ class Upkeep:
         self._tended_s = self._attached_s = float("-inf")
         self._followed_s = self._checked_s = self._flushed_s = float("-inf")
         self._attach_failed: tuple[float, TierUnavailable | TierFull] | None = None
+        self._mended_s = float("-inf")
 
     def distrust(self) -> None:
         """Something failed: see at the next occasion whether our files are still there."""
@@ -70,7 +73,7 @@ class Upkeep:
         """`run` and `sync_epoch`, unless both were done a moment ago; False: serve nothing."""
         if (
             self._clock.now_s() - self._tended_s < _EPOCH_SYNC_S
-            and not (self.must_raise or self.closed)
+            and not (self.owed or self.closed)
             and not (writing and (not self.keeper.attached or self.read_only))
         ):
             return True
@@ -89,12 +92,12 @@ class Upkeep:
         try:
             self.check_open()
             if must:
-                self._ensure_writable()
+                self.ensure_writable()
             self._followed_s = now
             if self.keeper.attached:
                 self._look_after(now, writing=writing)
                 if writing:
-                    self._ensure_writable()
+                    self.ensure_writable()
         except OSError as exc:
             self.distrust()
             if writing:
@@ -132,8 +135,11 @@ class Upkeep:
         except OSError as exc:
             raise self._translate(exc, "flush") from exc
 
-    def _ensure_writable(self) -> None:
-        """Attach, or attach again when read-only, but not more often than once an interval."""
+    def ensure_writable(self) -> None:
+        """Attach, or attach again when read-only, but not more often than once an interval.
+
+        Holds `shape`.
+        """
         if self.read_only and self.keeper.attached:
             if self._clock.now_s() - self._attached_s < self._flush_interval_s:
                 raise self._unavailable(f"read-only: {self.keeper.ground.root.read_only}")
@@ -173,6 +179,7 @@ class Upkeep:
             self._attach_failed = (self._attached_s, exc)
             raise
         self._attach_failed = None
+        self.owed.inherit(self._holdings.epoch)  # read-only: what could not be settled
         self.epoch_read_s = self._tended_s = float("-inf")
         self._followed_s = self._checked_s = self._flushed_s = self._attached_s
 
@@ -184,8 +191,24 @@ class Upkeep:
         now = self._clock.now_s()
         if now - self.epoch_read_s >= EPOCH_AGE_S:
             self.epoch_read_s = now
-            self.seen_epoch = -1 if self.must_raise else self.watch.read(_EPOCH_WAIT_S) or -1
+            if self.owed.take_over(self._holdings.epoch):
+                # What is here is from before that reset; others have to see the epoch move.
+                self._holdings.void(self._holdings.epoch + 1)
+            self.seen_epoch = -1 if self.owed else self.watch.read(_EPOCH_WAIT_S) or -1
         return self.seen_epoch
+
+    def owe_reset(self) -> bool:
+        """A reset was asked for; False: it could not be noted for other processes."""
+        noted = self.owed.note(self._holdings.epoch)
+        self.seen_epoch = -1
+        return noted
+
+    def mend_if_owed(self) -> None:
+        """Settle what is owed though nobody stores or loads; once a second, while it fails."""
+        now = self._clock.now_s()
+        if self.owed and not self.closed and now - self._mended_s >= _MEND_RETRY_S:
+            self._mended_s = now
+            self.sync_epoch()
 
     def _read_epoch(self) -> int | None:
         try:
@@ -197,7 +220,7 @@ class Upkeep:
         """Void what is of another epoch than the one on disk; False if that is unknown."""
         now = self._clock.now_s()
         epoch = self._read_epoch()
-        if epoch is None or epoch < self._holdings.epoch or self.must_raise:
+        if epoch is None or epoch < self._holdings.epoch or self.owed:
             epoch = self._mend_epoch()
         if epoch is None:
             return False
@@ -209,22 +232,37 @@ class Upkeep:
     def _mend_epoch(self) -> int | None:
         """Raise an epoch that is damaged, has gone back, or whose raising failed before."""
         with self.keeper.shape:
-            if not self.keeper.attached or self.read_only:
+            if not self.keeper.attached:
+                return None
+            epoch = self.epoch_if_settled()
+            if epoch is not None:
+                return epoch
+            if self.read_only:
                 return None
             try:
-                if self.must_raise or (self._read_epoch() or 0) < self._holdings.epoch:
-                    self.raise_epoch()
+                self.raise_epoch()
             except KvError:
                 return None
             return self._read_epoch()
 
+    def epoch_if_settled(self) -> int | None:
+        """The epoch on disk, if nothing is owed any more and it is none of before. Holds `shape`.
+
+        Others may have raised it for us.
+        """
+        epoch = self._read_epoch() if self.keeper.attached else None
+        if epoch is None or epoch < self._holdings.epoch:
+            return None
+        return epoch if self.owed.settled_by_others(epoch) else None
+
     def raise_epoch(self) -> int:
         """Raise the epoch on disk, then here; the new one. Holds `shape`."""
+        if self.read_only:
+            raise self._unavailable(f"read-only: {self.keeper.ground.root.read_only}")
         try:
             epoch = self.keeper.raise_epoch()
         except OSError as exc:
             raise self._translate(exc, "raise the epoch") from exc
         self._holdings.void(epoch)
-        self.seen_epoch = epoch
-        self.must_raise = False
+        self.seen_epoch = -1 if self.owed else epoch
         return epoch

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from undercroft.tiers.disk.buffers import PAGE_BYTES
 from undercroft.tiers.disk.segment import segment_bytes
+from undercroft.tiers.disk.table import MAX_SLOTS
 
 __all__ = [
     "NAMESPACE_BYTES",
@@ -117,7 +118,7 @@ class Wanted:
         largest = max(_MAX_SEGMENT_BYTES, self.capacity_bytes // _MAX_SEGMENTS)
         target = min(self.capacity_bytes // _SEGMENTS_WANTED, largest)
         cheap = min(_CHEAP_SLOTS, self.capacity_bytes // _FEWEST_SEGMENTS // record_bytes)
-        return max(_MIN_SLOTS, cheap, target // record_bytes)
+        return min(MAX_SLOTS, max(_MIN_SLOTS, cheap, target // record_bytes))
 
     def room_bytes(self, usage: Usage, namespace: str, own_planned_bytes: int) -> int:
         """How much this process may add: within the capacity, its namespace's share, its own.

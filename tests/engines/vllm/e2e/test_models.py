@@ -4,8 +4,6 @@ With `UNDERCROFT_TEST_RESULTS` set, what came of each case is written there.
 """
 
 import itertools
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 
 from tests.engines.vllm.e2e.conftest import LOGPROB_TOLERANCE, Plain, offload, one_by_one, total
 from tests.engines.vllm.lab import adapters
-from tests.engines.vllm.lab.cases import CASES, OWN_CASES, Case, results_path
+from tests.engines.vllm.lab.cases import CASES, UNRUN, Case, results_path
 from tests.engines.vllm.lab.engine import (
     BLOCK_TOKENS,
     Engine,
@@ -23,50 +21,32 @@ from tests.engines.vllm.lab.engine import (
     prompt,
 )
 from tests.engines.vllm.lab.models import model_path
+from tests.engines.vllm.lab.results import Results
 
 slow = pytest.mark.slow
 _HAS_FACTS = ("-plain", "-chunks_of_2")
 
 
-class Results:
-    """What came of the cases of this run."""
-
-    def __init__(self) -> None:
-        self.cases: dict[str, dict[str, Any]] = {}
-
-    def note(self, name: str, outcome: str, **more: Any) -> None:
-        named = {case.name: (case.shape, case.feature) for case in (*CASES, *OWN_CASES)}
-        shape, feature = named[name]
-        self.cases[name] = {"shape": shape, "feature": feature, "outcome": outcome} | more
-
-    def write(self, path: Path) -> None:
-        """Add to what is there already, of cases that still exist."""
-        known = {case.name for case in (*CASES, *OWN_CASES)}
-        before = json.loads(path.read_text()) if path.exists() else {}
-        merged = {name: case for name, case in (before | self.cases).items() if name in known}
-        path.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
-
-
 @pytest.fixture(scope="module")
-def results() -> Iterator[Results]:
-    found = Results()
-    yield found
-    path = results_path()
-    if path is not None and found.cases:
-        found.write(path)
+def results() -> Results:
+    return Results(results_path())
+
+
+def engine_of(case: Case) -> dict[str, Any]:
+    """The engine's arguments, with the folder of the drafter's model."""
+    speculative = case.engine.get("speculative_config", {})
+    if "model" not in speculative:
+        return dict(case.engine)
+    drafter = {"model": str(model_path(speculative["model"]))}
+    return case.engine | {"speculative_config": speculative | drafter}
 
 
 def started(
     nursery: Nursery, case: Case, disk: Path | None = None, *, before: tuple[str, ...] = ()
 ) -> Engine:
     settings = offload(disk, **case.settings)
-    engine = dict(case.engine)
+    engine = engine_of(case)
     engine["before"] = (*engine.get("before", ()), *before)
-    speculative = engine.get("speculative_config", {})
-    if "model" in speculative:
-        engine["speculative_config"] = speculative | {
-            "model": str(model_path(speculative["model"]))
-        }
     if not case.connector:
         return nursery.engine(case.model, settings, **engine)
     del settings["spec_name"], settings["spec_module_path"]
@@ -144,6 +124,7 @@ def ids(cases: Any) -> list[Any]:
 @pytest.mark.parametrize("case", ids(CASES))
 def test_loaded_is_computed(nursery: Nursery, results: Results, case: Case) -> None:
     """From host memory the same answers and as many hits as from the engine's own cache."""
+    results.begin(case.name)
     reload(nursery, results, case)
 
 
@@ -184,6 +165,7 @@ def drafts(engine: Engine) -> float:
 @slow
 def test_disk_after_restart(nursery: Nursery, results: Results, tmp_path: Path, case: Case) -> None:
     """A new process finds all groups of what an ended one stored."""
+    results.begin(f"{case.model}-disk")
     prompts = prompts_of(case)
     first = started(nursery, case, tmp_path)
     fresh = one_by_one(first, prompts, case.max_tokens)
@@ -211,6 +193,7 @@ def test_disk_after_restart(nursery: Nursery, results: Results, tmp_path: Path, 
 @slow
 def test_two_adapters(nursery: Nursery, results: Results, tmp_path: Path, connector: bool) -> None:
     """One prompt without and with two adapters: three answers, each from its own chunks."""
+    results.begin("adapters")
     lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
     engine = started(nursery, Case("", "", "", "llama", lora, connector=connector))
     question = prompt(650, seed=1)
@@ -241,6 +224,7 @@ def test_two_adapters(nursery: Nursery, results: Results, tmp_path: Path, connec
 @slow
 def test_salts(nursery: Nursery, results: Results) -> None:
     """A prompt is found under its own salt only."""
+    results.begin("salts")
     engine = nursery.engine("llama", offload())
     question, whole = prompt(650, seed=1), 650 // BLOCK_TOKENS * BLOCK_TOKENS
 
@@ -263,6 +247,7 @@ def test_salts(nursery: Nursery, results: Results) -> None:
 @slow
 def test_preemption(nursery: Nursery, results: Results, plain: Plain, model: str) -> None:
     """Requests that are thrown out for others, and take up again what they have stored."""
+    results.begin(f"preemption-{model}")
     prompts = [prompt(200 + 10 * number, seed=30 + number) for number in range(10)]
     expected = plain.answers(prompts, max_tokens=60, model=model)
     blocks = 36 if model == "llama" else 100
@@ -288,6 +273,8 @@ def test_preemption(nursery: Nursery, results: Results, plain: Plain, model: str
 @slow
 def test_answers(nursery: Nursery, results: Results, plain: Plain, prompt_only: bool) -> None:
     """With `offload_prompt_only` off a second turn finds the first's answer, else the prompt."""
+    name = f"answers-{'on' if prompt_only else 'off'}"
+    results.begin(name)
     question = prompt(330, seed=20)
     (answer,) = plain.answers([question], max_tokens=100)
     turn = question + list(answer.tokens) + prompt(40, seed=21)
@@ -303,7 +290,7 @@ def test_answers(nursery: Nursery, results: Results, plain: Plain, prompt_only: 
     assert_needed(engine, [turn], expected)
     engine.close()
     results.note(
-        f"answers-{'on' if prompt_only else 'off'}",
+        name,
         "served",
         compared_with="an engine without a connector",
         loaded_tokens=[output.cached_tokens for output in loaded],
@@ -323,6 +310,7 @@ REFUSED = {
 @slow
 def test_refused(nursery: Nursery, results: Results, name: str) -> None:
     """vLLM would start and answer wrongly from loaded chunks: with us it does not start."""
+    results.begin(name)
     model, arguments = REFUSED[name]
     with pytest.raises(EngineFailed, match="ConfigError: not served: ") as failed:
         started(nursery, Case("", "", "", model, {"max_model_len": 4096} | arguments))
@@ -331,9 +319,22 @@ def test_refused(nursery: Nursery, results: Results, name: str) -> None:
     results.note(name, "refused", why=line.partition("not served: ")[2])
 
 
+@pytest.mark.parametrize("name", UNRUN)
+@slow
+def test_ends_without_a_connector(nursery: Nursery, results: Results, name: str) -> None:
+    """vLLM itself cannot: once it can, this fails, and there is a case to be made of it."""
+    results.begin(name)
+    case, says, why = UNRUN[name]
+    with pytest.raises(EngineFailed, match=says):
+        one_by_one(nursery.engine(case.model, None, **engine_of(case)), prompts_of(case))
+    nursery._engines[-1].close()
+    results.note(name, "not run", why=why)
+
+
 @slow
 def test_latents(nursery: Nursery, results: Results) -> None:
     """MLA where the machine has AMX; elsewhere it is noted as not run."""
+    results.begin("latents-amx")
     import torch
 
     case = Case(
@@ -355,6 +356,7 @@ def test_latents(nursery: Nursery, results: Results) -> None:
 @slow
 def test_media_keys(results: Results) -> None:
     """The same tokens around another image have other keys, so other chunks."""
+    results.begin("media")
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
@@ -388,6 +390,7 @@ def test_media_keys(results: Results) -> None:
 @slow
 def test_real_model(nursery: Nursery, results: Results) -> None:
     """SmolLM2-135M with its real weights, which `make demo` fetches; elsewhere it is not run."""
+    results.begin("real_model")
     folder = Path(__file__).resolve().parents[4] / ".cache" / "demo" / "SmolLM2-135M-Instruct"
     if not (folder / "config.json").exists():
         results.note("real_model", "not run", why="its weights are not here: run `make demo`")

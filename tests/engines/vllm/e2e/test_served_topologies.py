@@ -98,7 +98,7 @@ def test_tensor_parallel(expected: list[str], tmp_path: Path) -> None:
 
 
 def test_data_parallel(expected: list[str], tmp_path: Path) -> None:
-    """What one replica stored the other loads from the disk they share."""
+    """What one replica stored the other loads from the disk they share, and needs."""
     words = ["--data-parallel-size", "2"]
     with server(tmp_path / "two", tmp_path / "kv", *words, **TWO_CORES) as two:
         first = [two.complete(tokens, replica=0) for tokens in PROMPTS]
@@ -107,3 +107,8 @@ def test_data_parallel(expected: list[str], tmp_path: Path) -> None:
         second = [two.complete(tokens, replica=1) for tokens in PROMPTS]
         assert [each["text"] for each in second] == expected
         assert [each["cached_tokens"] for each in second] == WHOLE_BLOCKS
+        two.reset()
+        (two.folder / "zero").touch()
+        zeroed = [two.complete(tokens, replica=1) for tokens in PROMPTS]
+        assert [each["cached_tokens"] for each in zeroed] == WHOLE_BLOCKS
+        assert all(each["text"] != right for each, right in zip(zeroed, expected, strict=True))

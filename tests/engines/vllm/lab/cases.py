@@ -102,6 +102,36 @@ def _shape(
     ]
 
 
+def _speculative(
+    model: str, shape: str, *, engine: dict[str, Any] | None = None, **more: Any
+) -> list[Case]:
+    """A shape other than the Llama with each kind of drafter."""
+    engine = {"max_model_len": 4096} | (engine or {})
+    ngram = {"speculative_config": NGRAM, "before": ("patches:plain_ngrams",)}
+    ways: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+        ("ngram", "speculative: n-grams", ngram, {}),
+        (
+            "eagle",
+            "speculative: EAGLE",
+            {"speculative_config": EAGLE},
+            {"offload_prompt_only": False},
+        ),
+        ("draft_model", "speculative: a smaller model", {"speculative_config": DRAFTS}, {}),
+    ]
+    return [
+        Case(
+            name=f"{model}-{way}",
+            shape=shape,
+            feature=feature,
+            model=model,
+            engine=engine | arguments,
+            settings=settings,
+            **more,
+        )
+        for way, feature, arguments, settings in ways
+    ]
+
+
 def _around_chunks(block: int, blocks_per_chunk: int) -> Case:
     chunk = block * blocks_per_chunk
     return Case(
@@ -115,6 +145,8 @@ def _around_chunks(block: int, blocks_per_chunk: int) -> Case:
         shared=0,
     )
 
+
+_ONE_GROUP = ("gemma3-draft_model", "lfm2-draft_model", "qwen3_next-draft_model")
 
 CASES: tuple[Case, ...] = (
     *_shape("llama", "Llama"),
@@ -177,8 +209,41 @@ CASES: tuple[Case, ...] = (
         "llama",
         {"speculative_config": DRAFTS},
     ),
+    *_speculative("mistral_swa", "Mistral, all windows"),
+    *(case for case in _speculative("gemma3", "Gemma 3") if case.name not in _ONE_GROUP),
+    Case(
+        "qwen3_next-eagle",
+        "Qwen3-Next",
+        "speculative: EAGLE",
+        "qwen3_next",
+        HYBRID | {"speculative_config": EAGLE, "before": ("patches:speculative_states",)},
+        settings={"offload_prompt_only": False},
+        lengths=(2310, 3460),
+        max_tokens=64,
+    ),
     *(_around_chunks(block, chunk) for block in (32, 64, 96, 128) for chunk in (1, 2, 3, 4)),
 )
+
+
+def _unrun(case: Case) -> tuple[Case, str, str]:
+    if case.name in _ONE_GROUP:
+        says = "All drafting layers should belong to the same kv cache group"
+        return case, says, f"vLLM ends at start, whatever the connector: {says}"
+    says = "'function' object is not subscriptable"
+    why = "vLLM moves recurrent state under speculative decoding by Triton kernels, which CPUs lack"
+    return case, says, f"{why}: it ends at the first prompt, whatever the connector"
+
+
+UNRUN: dict[str, tuple[Case, str, str]] = {
+    case.name: _unrun(case)
+    for case in (
+        *(case for case in _speculative("gemma3", "Gemma 3") if case.name in _ONE_GROUP),
+        *_speculative("lfm2", "LFM2", engine=HYBRID, lengths=(800,)),
+        *_speculative("qwen3_next", "Qwen3-Next", engine=HYBRID, lengths=(2310,)),
+    )
+    if case.name not in {each.name for each in CASES}
+}
+"""Cases that vLLM itself ends with an error, what it says, and the reason for the table."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +269,10 @@ OWN_CASES: tuple[Own, ...] = (
     Own("answers-off", "Llama", "offload_prompt_only off", "test_answers"),
     Own("int8", "Llama", "int8_per_token_head KV cache", "test_refused"),
     Own("latents", "DeepSeek-V2, latents", "CPU without AMX", "test_refused"),
+    *(
+        Own(name, case.shape, case.feature, "test_ends_without_a_connector")
+        for name, (case, _, _) in UNRUN.items()
+    ),
     Own("latents-amx", "DeepSeek-V2, latents", "CPU with AMX", "test_latents"),
     Own(
         "media",

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from tests.engines.vllm.lab.engine import BLOCK_TOKENS, ROOT, EngineFailed, environment
 from tests.engines.vllm.lab.models import model_path
+from undercroft.cli.serve import vllm_program
 
 START_S = 240.0
 
@@ -48,11 +49,14 @@ class Server:
     def __init__(
         self,
         folder: Path,
-        words: list[str],
+        words: list[str] | None,
         model: str = "llama",
         **extra_environment: str,
     ) -> None:
-        """With these words of `undercroft serve` and what every server here is started with."""
+        """With these words of `undercroft serve` and what every server here is started with.
+
+        Without any, None, it is a plain `vllm serve`.
+        """
         self.folder = folder
         self.port = _free_port()
         self.log = folder / f"server-{self.port}.log"
@@ -63,8 +67,8 @@ class Server:
             **extra_environment,
         )
         env["PYTHONPATH"] += ":" + _distribution_path(folder)
-        command = [sys.executable, "-m", "undercroft", "serve", str(model_path(model)), *words]
-        command += self._options()
+        program = [sys.executable, "-m", "undercroft"] if words is not None else vllm_program()
+        command = [*program, "serve", str(model_path(model)), *(words or []), *self._options()]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -103,12 +107,13 @@ class Server:
     def complete(
         self, prompt: list[int], max_tokens: int = 8, *, replica: int | None = None
     ) -> dict[str, Any]:
-        """One greedy completion, streamed; text, pieces, usage and seconds to the first piece.
+        """One greedy completion, streamed; text, tokens, usage and seconds to the first piece.
 
         `replica` is the data parallel rank that is to answer.
         """
         started = time.monotonic()
         pieces: list[str] = []
+        tokens: list[int] = []
         usage: dict[str, Any] = {}
         first_s = None
         body = {
@@ -117,6 +122,7 @@ class Server:
             "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
+            "return_token_ids": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -129,9 +135,11 @@ class Server:
             for choice in event["choices"]:
                 first_s = time.monotonic() - started if first_s is None else first_s
                 pieces.append(choice["text"])
+                tokens += choice["token_ids"]
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return {
             "text": "".join(pieces),
+            "tokens": tokens,
             "num_pieces": len(pieces),
             "cached_tokens": cached,
             "first_s": first_s,

@@ -90,14 +90,13 @@ def run(
     """
     arguments = engine_arguments(model, offload, **engine)
     work = {"engine": arguments, "prompts": prompts, "phases": list(phases)}
+    world = engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1)
     env = environment(
         VLLM_ENABLE_V1_MULTIPROCESSING="1",
         VLLM_ALLOW_INSECURE_SERIALIZATION="1",
-        VLLM_CPU_OMP_THREADS_BIND="0|1",
+        VLLM_CPU_OMP_THREADS_BIND="|".join(str(rank % 2) for rank in range(world)),
         VLLM_USE_AOT_COMPILE="0",
     )
-    if engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1) == 1:
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "0"
     before = set(Path("/dev/shm").glob("vllm_dist_*"))
     done = subprocess.run(
         [sys.executable, "-m", "tests.engines.vllm.lab.topologies", json.dumps(work)],
