@@ -221,6 +221,7 @@ class Restores:
             deny_all(request)
         position_of = request.position_of
         given_up = [key for key in wanted if (position_of(key) or 0) > end]
+        request.denied.update(given_up)
         slow = self._level_of(given_up[0]) if given_up else None
         if slow is not None:
             self._counters.skipped_restores[slow.name] += 1
