@@ -50,8 +50,7 @@ class Limits:
         shutdown_deadline_s: How long `close` may block.
         restore_share_ratio: The part of level 0 that restores may hold at once.
         max_cascade_waiting: Chunks that may wait for their turn to be copied down.
-        load_margin: Reading is given up if it is predicted to take so many times longer than
-            computing, once both speeds are known; None: never.
+        load_margin: See `undercroft.hierarchy.worth.Worth`.
     """
 
     promote_deadline_s: float = 2.0
@@ -199,11 +198,7 @@ class Hierarchy:
 
     def _lookup_filling(self, key: ChunkKey, request: Request) -> Lookup:
         if request.denies(key) or self._expired(request):
-            level = self.restores.source_of(key)
-            is_skipped = level and request.why_denied == "too_slow" and request.denies(key)
-            return self._miss(
-                key, request, level or LEVEL_0, "too_slow" if is_skipped else "deadline"
-            )
+            return self._miss(key, request, *self.restores.why_not_here(key, request))
         self.restores.join(key, request)
         return self._pending(key, request, Answer.COMING)
 

@@ -27,6 +27,7 @@ from undercroft.hierarchy.level import Level
 from undercroft.hierarchy.outcome import Done, Op
 from undercroft.hierarchy.pool import Pool
 from undercroft.hierarchy.request import Answer, Request, Walk
+from undercroft.hierarchy.stores import LEVEL_0
 from undercroft.hierarchy.worth import PROBE_CHUNKS, Worth
 from undercroft.keys import ChunkKey
 
@@ -133,6 +134,12 @@ class Restores:
         """The level that a chunk is being read from; empty if it is not."""
         promotion = self._by_key.get(key)
         return promotion.level.name if promotion is not None else ""
+
+    def why_not_here(self, key: ChunkKey, request: Request) -> tuple[str, str]:
+        """Of a key that is on its way, but not for `request`: from which level, and why not."""
+        level = self.source_of(key)
+        is_skipped = level and request.why_denied == "too_slow" and request.denies(key)
+        return level or LEVEL_0, "too_slow" if is_skipped else "deadline"
 
     def refresh(self) -> None:
         """Look again which levels may be asked; once a step is enough."""
