@@ -230,7 +230,7 @@ def _region_header(data: bytes) -> None:
     header = Header.parse(data)
     if header:
         header.missing()
-        header.difference(_SHAPE, b"identity")
+        header.difference(_SHAPE, b"identity", "version")
         assert header.shape.num_ranks <= 256
         assert max(header.joined, default=0) <= 256
 

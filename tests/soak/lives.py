@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.vllm.lab.engine import OFFLOADER, Engine, EngineFailed, Nursery
+from tests.engines.vllm.lab.storm import UNDER_WAY
 from tests.soak.ledger import Ledger
 from tests.soak.vitals import folder_bytes, now_s, vitals
 from tests.soak.weather import Weather
 
 __all__ = ["Setting", "resident", "victim"]
 
-UNDER_WAY = (
-    "requests", "filling", "draining", "fresh", "pins", "holders", "loaders", "stores",
-    "restores", "waiting", "cascade", "fresh_entries",
-)  # fmt: skip
 _ENGINE = {"max_model_len": 1024, "num_gpu_blocks_override": 80, "max_num_batched_tokens": 1024}
 _ROUND = 40
 _ACCOUNTS_EVERY = 10

@@ -167,6 +167,10 @@ def _chosen(name: str, options: Mapping[str, Any]) -> Any:  # noqa: ANN401 - nam
     return {"type": name, **options} if options else name
 
 
+_IN_BYTES = {"capacity": "capacity_bytes", "write_rate": "write_rate_bytes"}
+"""Keys of a tier whose values are kept under the name of their unit."""
+
+
 def _tier_rows(prefix: str, tier: TierSettings, merged: Merged) -> Iterator[Row]:
     origin = merged.origins["tiers"]
     written = merged.values["tiers"]
@@ -175,7 +179,7 @@ def _tier_rows(prefix: str, tier: TierSettings, merged: Merged) -> Iterator[Row]
         yield _row(f"{prefix}.control", TIER_OPTIONS[FAULTY]["control"], tier.faults, origin)
         entry = entry.get("inner", {})
     for name, key in TIER_KEYS.items():
-        value = tier.capacity_bytes if name == "capacity" else getattr(tier, name)
+        value = getattr(tier, _IN_BYTES.get(name, name))
         if name == "admission":
             value = _chosen(tier.admission, tier.admission_options)
         is_written = name in entry or not isinstance(written, list)

@@ -225,15 +225,15 @@ class Files:
         return os.urandom(8).hex()
 
 
-def _make_directory(path: str) -> None:
+def _make_directory(path: str, *, has_parent: bool = False) -> None:
     try:
         os.mkdir(path, _PRIVATE_DIRECTORY)  # noqa: PTH102 - the call itself
     except FileNotFoundError:
         above = path.rpartition("/")[0]
-        if not above:
+        if has_parent or not above:  # some places, as /proc, say so whatever there is above
             raise
         _make_directory(above.rstrip("/"))
-        _make_directory(path)
+        _make_directory(path, has_parent=True)
     except FileExistsError:
         if not os.path.isdir(path):  # noqa: PTH112 - the same
             raise

@@ -1,5 +1,6 @@
 """One nursery of engines and one plain engine to compare with, for all tests of this folder."""
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """
     folder = tmp_path_factory.mktemp("served")
     (folder / "kv").mkdir()
-    words = ["--host", "2MiB", "--disk", f"{folder / 'kv'}:64MiB", "--set", "policy=arc"]
+    disk = {"type": "disk", "path": str(folder / "kv"), "capacity": "64MiB", "write_budget": "1TiB"}
+    words = ["--host", "2MiB", "--set", f"tiers={json.dumps([disk])}", "--set", "policy=arc"]
     with Server(folder, words) as server:
         yield server
         assert "Traceback" not in server.log_text()

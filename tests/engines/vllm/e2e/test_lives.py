@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm.e2e.conftest import Plain, assert_same, one_by_one
-from tests.engines.vllm.e2e.test_storm import UNDER_WAY, varied_prompts
+from tests.engines.vllm.e2e.test_storm import varied_prompts
 from tests.engines.vllm.lab.engine import BLOCK_TOKENS, Engine, Nursery, prompt
 from tests.engines.vllm.lab.server import Server
+from tests.engines.vllm.lab.storm import UNDER_WAY
 
 ONE, OTHER = prompt(650, seed=700), prompt(650, seed=701)
 WHOLE = 650 // BLOCK_TOKENS * BLOCK_TOKENS

@@ -17,16 +17,13 @@ import pytest
 
 from tests.engines.vllm.e2e.conftest import SIZES, Plain
 from tests.engines.vllm.lab.engine import OFFLOADER, Engine, Nursery, prompt
+from tests.engines.vllm.lab.storm import UNDER_WAY
 from undercroft.tiers.disk.epoch import EpochFile
 from undercroft.tiers.disk.files import Files
 
 BLOCK = 32
 SMALL = {"max_model_len": 1024, "num_gpu_blocks_override": 80, "max_num_batched_tokens": 1024}
 ROOM = {"gemma3": {"num_gpu_blocks_override": 120}}  # three groups share them
-UNDER_WAY = (
-    "requests", "filling", "draining", "fresh", "pins", "holders", "loaders", "stores",
-    "restores", "waiting", "cascade", "fresh_entries",
-)  # fmt: skip
 
 
 def varied_prompts(count: int, seed: int) -> list[list[int]]:

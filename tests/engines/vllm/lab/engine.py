@@ -199,9 +199,14 @@ class Engine:
             os.kill(self.pid, signal.SIGKILL)
         self._gone()
 
-    def _gone(self) -> None:
-        self._lines.close()
+    def hang_up(self) -> None:
+        """Nothing more is said to it, whether it lives or not."""
+        with suppress(OSError):  # what was not sent yet to one that is gone
+            self._lines.close()
         self._socket.close()
+
+    def _gone(self) -> None:
+        self.hang_up()
         deadline = time.monotonic() + 100
         while self.pid and _alive(self.pid):
             if time.monotonic() > deadline:
@@ -274,6 +279,7 @@ class Nursery:
         for engine in self._engines:
             if engine.pid and _alive(engine.pid):
                 engine.kill()
+            engine.hang_up()
         self._process.kill()
         self._process.wait()
         self._log_file.close()

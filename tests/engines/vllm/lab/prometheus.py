@@ -3,7 +3,6 @@
 import http.client
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any, Self
 from urllib.parse import urlencode
 
 from tests.engines.vllm.lab.engine import EngineFailed
+from tests.engines.vllm.lab.ports import free_port
 
 START_S = 60.0
 
@@ -27,9 +27,7 @@ class Prometheus:
     """Scrapes the `/metrics` of a local port every 2 s; ready when made."""
 
     def __init__(self, program: str, folder: Path, target_port: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         job = {"job_name": "vllm", "static_configs": [{"targets": [f"127.0.0.1:{target_port}"]}]}
         every = {"scrape_interval": "2s", "scrape_timeout": "2s"}
         config = folder / "prometheus.yml"

@@ -1,6 +1,5 @@
 """What a router would know of one engine: a subscriber of its KV events, by the wire alone."""
 
-import socket
 import time
 from collections import Counter, defaultdict
 from types import TracebackType
@@ -10,17 +9,11 @@ import msgspec
 import zmq
 
 from tests.engines.vllm.lab.driver import Driver
+from tests.engines.vllm.lab.ports import free_port
 from tests.engines.vllm.lab.storm import manager_of
 
 _SEQUENCE_BYTES = 8
 _LAST = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)
-
-
-def free_endpoint() -> str:
-    """A loopback address that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 class Router:
@@ -31,11 +24,13 @@ class Router:
     """
 
     def __init__(self) -> None:
-        self.endpoint, self.replay_endpoint = free_endpoint(), free_endpoint()
+        self.replay_endpoint = f"tcp://127.0.0.1:{free_port()}"
         self._context = zmq.Context()
         self._events = self._context.socket(zmq.SUB)
         self._events.setsockopt(zmq.SUBSCRIBE, b"")
-        self._events.bind(self.endpoint)  # vLLM's publisher connects to any address without a `*`
+        self._events.bind("tcp://127.0.0.1:*")
+        self.endpoint = self._events.getsockopt_string(zmq.LAST_ENDPOINT)
+        """Without a `*`, so that vLLM's publisher connects to it."""
         self._next = 0
         self.held: dict[tuple[str, str | None], set[int]] = defaultdict(set)
         self.num_removed: Counter[tuple[str, str | None]] = Counter()

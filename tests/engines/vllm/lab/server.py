@@ -4,7 +4,6 @@ import http.client
 import importlib.metadata
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,16 +14,10 @@ from typing import Any, Self
 
 from tests.engines.vllm.lab.engine import BLOCK_TOKENS, ROOT, EngineFailed, environment
 from tests.engines.vllm.lab.models import model_path
+from tests.engines.vllm.lab.ports import free_port
 from undercroft.cli.serve import vllm_program
 
 START_S = 240.0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _distribution_path(folder: Path) -> str:
@@ -58,7 +51,7 @@ class Server:
         Without any, None, it is a plain `vllm serve`.
         """
         self.folder = folder
-        self.port = _free_port()
+        self.port = free_port()
         self.log = folder / f"server-{self.port}.log"
         env = environment(
             VLLM_ENABLE_V1_MULTIPROCESSING="1",

@@ -9,6 +9,12 @@ from typing import Any
 from tests.engines.vllm.lab.driver import Driver
 from undercroft.tiers.disk import upkeep
 
+UNDER_WAY = (
+    "requests", "filling", "draining", "fresh", "pins", "holders", "loaders", "stores",
+    "restores", "waiting", "cascade", "fresh_entries",
+)  # fmt: skip
+"""What `census` shows as zero when nothing is under way."""
+
 
 def core_of(driver: Driver) -> Any:
     """The engine core in this process."""
