@@ -121,7 +121,7 @@ def test_a_prefix_is_cut_where_its_slow_part_begins(worlds: list[World]) -> None
     slow_down(world, 0.001)
     slow_down(world, 1.0, level=1)
     assert world.engine.run(keys).num_hits == 6
-    assert skipped(world, "far") == 1
+    assert skipped(world, "far") >= 1  # once a walk
     assert not skipped(world, "near")
     assert world.counters.skipped_restores == {"far": 1}
 
