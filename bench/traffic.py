@@ -1,10 +1,11 @@
 """Reads and writes chunks at a given rate until its input ends, as a disk tier's movers would.
 
-    python bench/traffic.py FILE BYTES_A_SECOND
+    python bench/traffic.py FILE BYTES_A_SECOND [CHUNK_BYTES]
 
-Four threads, two that read and two that write chunks of 1 MiB with direct I/O and check them, in a
-process of its own: what this does to others, the machine does to them. FILE has 64 MiB. Prints a
-line once it has begun, and at the end how many bytes it moved in how many seconds.
+Four threads, two that read and two that write chunks, of 1 MiB unless told otherwise, with direct
+I/O and check them, in a process of its own: what this does to others, the machine does to them.
+FILE has 64 MiB. Prints a line once it has begun, and at the end how many bytes it moved in how many
+seconds.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ import time
 from xxhash import xxh3_64_intdigest
 
 NUM_THREADS = 4
-CHUNK_BYTES = 1 << 20
-NUM_CHUNKS = 64
+FILE_BYTES = 64 << 20
 
 
-def main(path: str, rate: float) -> None:
+def main(path: str, rate: float, chunk_bytes: int) -> None:
+    num_chunks = FILE_BYTES // chunk_bytes
     fd = os.open(path, os.O_RDWR | os.O_DIRECT)
     moved, begun = [0] * NUM_THREADS, time.perf_counter()
     stop = threading.Event()
 
     def move(number: int) -> None:
-        data = mmap.mmap(-1, CHUNK_BYTES)
+        data = mmap.mmap(-1, chunk_bytes)
         while not stop.is_set():
-            turn = moved[number] // CHUNK_BYTES
-            at = (turn * NUM_THREADS + number) % NUM_CHUNKS * CHUNK_BYTES
+            turn = moved[number] // chunk_bytes
+            at = (turn * NUM_THREADS + number) % num_chunks * chunk_bytes
             if number % 2:
                 os.preadv(fd, [data], at)
             else:
                 os.pwritev(fd, [data], at)
             xxh3_64_intdigest(data)
-            moved[number] += CHUNK_BYTES
+            moved[number] += chunk_bytes
             due = begun + moved[number] * NUM_THREADS / rate
             stop.wait(max(0.0, due - time.perf_counter()))
 
@@ -54,4 +55,4 @@ def main(path: str, rate: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], float(sys.argv[2]), int([*sys.argv, 1 << 20][3]))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import threading
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 
@@ -22,9 +23,9 @@ CHUNK_BYTES = 4096
 GEOMETRY = Geometry([CHUNK_BYTES], [16], lambda _key: 0)
 
 
-def assembled(*tiers: dict[str, Any]) -> Hierarchy:
+def assembled(*tiers: dict[str, Any], **more: Any) -> Hierarchy:
     return assemble(
-        load({"host": "64KiB", "tiers": list(tiers)}),
+        load({"host": "64KiB", "tiers": list(tiers), **more}),
         GEOMETRY,
         namespace=Namespace({"model": "m"}),
         buffer=memoryview(mmap.mmap(-1, 64 << 10)),
@@ -133,3 +134,84 @@ def test_a_refused_tier_leaves_no_other_open(
     assert made
     assert all(tier.num_closed for tier in made)
     assert threading.active_count() == num_threads
+
+
+class Stuck(MemoryTier):
+    """A stranger's tier that hangs or fails when it is opened."""
+
+    gate = threading.Event()
+    error: BaseException | None = None
+    opened: ClassVar[list[MemoryTier]] = []
+
+    def __init__(self, capacity_bytes: int, *, name: str) -> None:
+        if self.error is not None:
+            raise self.error
+        self.gate.wait(60)
+        super().__init__(capacity_bytes, name=name)
+        self.opened.append(self)
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stuck]]:
+    """`stuck` is an installed tier, which hangs until the gate opens."""
+    found = assembling.find
+    monkeypatch.setattr(Stuck, "gate", threading.Event())
+    monkeypatch.setattr(Stuck, "opened", [])
+    monkeypatch.setattr(
+        assembling, "find", lambda kind, name: Stuck if name == "stuck" else found(kind, name)
+    )
+    yield Stuck
+    Stuck.gate.set()
+
+
+def works_with_the_other(hierarchy: Hierarchy) -> bool:
+    """Whether the only level is `below`, and takes what is stored."""
+    try:
+        hierarchy.pool.slots.set_ready_bytes(64 << 10)
+        MiniEngine(hierarchy).run([chunk_key("a"), chunk_key("b")])
+        (level,) = hierarchy.levels
+        assert level.transfers.drain(SystemClock().now_s() + 60)
+        hierarchy.poll()
+        return level.name == "below" and hierarchy.counters.cascaded_chunks["below"] == 2
+    finally:
+        hierarchy.close()
+
+
+def test_a_tier_that_hangs_when_opened_is_left_out_and_closed_when_it_comes(
+    stuck: type[Stuck], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file system that does not answer must not keep the engine from starting."""
+    hierarchy = assembled(
+        {"type": "stuck", "capacity": "1MiB", "name": "far"},
+        {"type": "memory", "capacity": "1MiB", "name": "below"},
+        open_deadline_s=0.2,
+    )
+    assert works_with_the_other(hierarchy)
+    (line,) = caplog.messages
+    assert line.startswith("tier far is left out: it did not open within 0.2 s")
+    stuck.gate.set()
+    (opener,) = (t for t in threading.enumerate() if t.name == "undercroft-far-open")
+    opener.join(60)
+    (late,) = stuck.opened
+    assert late._closed
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(5, "injected"), MemoryError("injected"), SystemExit("injected")]
+)
+def test_a_tier_that_fails_to_open_with_anything_is_left_out(
+    stuck: type[Stuck], error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Not only with an error of ours; settings that can never work stay errors."""
+    monkeypatch.setattr(stuck, "error", error)
+    tiers = (
+        {"type": "stuck", "capacity": "1MiB", "name": "far"},
+        {"type": "memory", "capacity": "1MiB", "name": "below"},
+    )
+    assert works_with_the_other(assembled(*tiers))
+    (line,) = caplog.messages
+    assert line.startswith("tier far is left out: ")
+    assert "injected" in line
+    monkeypatch.setattr(stuck, "error", ConfigError("never works"))
+    with pytest.raises(ConfigError, match="never works"):
+        assembled(*tiers)

@@ -329,3 +329,20 @@ def test_nothing_breaks_the_hierarchy(effect: Effect | None) -> None:
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
         ),
     )
+
+
+def test_bad_chunks_that_a_read_only_tier_kept_give_way_to_new_ones() -> None:
+    """What could not be deleted when it was found to be bad is listed by no level any more."""
+    machine = HierarchyMachine()
+    machine.build(ONE_GROUP, 1, 12, 200, Lru, 1, 1.0, 1.0)
+    (below,) = machine.below
+    machine.submit(PROMPTS[0], 16, PROMPTS[0])
+    for effect in (Effect.SHORT_READ, Effect.READ_ONLY):
+        below.injectors[effect].active = True
+    for _ in range(4):
+        machine.advance(0.1)
+    num_kept = len(below.tier.suspects)
+    assert num_kept > 0
+    assert {*below.tier.suspects} <= {key for key, _ in below.tier.evictable()}
+    machine.teardown()
+    assert len(below.tier.suspects) < num_kept

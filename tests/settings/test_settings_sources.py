@@ -41,6 +41,7 @@ def test_defaults_are_the_designs() -> None:
     assert settings.promote_deadline_s == 2
     assert settings.drain_deadline_s == 1
     assert settings.shutdown_deadline_s == 3
+    assert settings.open_deadline_s == 60
     assert settings.join_deadline_s == 60
     assert settings.restore_share_ratio == 1
     assert settings.offload_prompt_only
@@ -62,6 +63,7 @@ VALUES: dict[str, tuple[Any, str, Any]] = {
     "load_margin": ("2.5", "load_margin", 2.5),
     "drain_deadline_s": ("4", "drain_deadline_s", 4.0),
     "shutdown_deadline_s": ("4", "shutdown_deadline_s", 4.0),
+    "open_deadline_s": ("4", "open_deadline_s", 4.0),
     "join_deadline_s": ("4", "join_deadline_s", 4.0),
     "restore_share_ratio": ("0.5", "restore_share_ratio", 0.5),
     "max_queued_write_bytes": ("1MiB", "max_queued_write_bytes", 1024**2),

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from tests.engines.vllm.lab.engine import OFFLOADER, Engine, EngineFailed, Nurse
 from tests.engines.vllm.lab.storm import UNDER_WAY
 from tests.soak.ledger import Ledger
 from tests.soak.vitals import folder_bytes, now_s, vitals
-from tests.soak.weather import Weather
+from tests.soak.weather import Weather, rare_faults
+from undercroft.testing.fault_control import FaultControl
 
 __all__ = ["Setting", "resident", "victim"]
 
@@ -24,6 +26,8 @@ _ENGINE = {"max_model_len": 1024, "num_gpu_blocks_override": 80, "max_num_batche
 _ROUND = 40
 _ACCOUNTS_EVERY = 10
 _LIFE_S = (1.0, 12.0)
+_CALM_S = 20.0
+"""What came late under a fault has come by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +43,36 @@ class Setting:
     ends_s: float
     """When the last round begins, by `vitals.now_s`."""
     seed: int
+    lies: bool = False
+    """Whether the resident's tier lies above its checksums, which must be found."""
 
     @property
     def over(self) -> bool:
         """No further round."""
         return now_s() >= self.ends_s
 
-    def engine(self, nursery: Nursery) -> Engine:
+    def control(self, who: str) -> Path:
+        """Of the faults of an engine's tier; outlives the tier's directory."""
+        return self.folder.with_name(f"{who}.json")
+
+    def engine(self, nursery: Nursery, who: str) -> Engine:
         """One more, on the shared disk."""
-        tier = {"type": "disk", "path": str(self.folder), "capacity": self.disk_bytes}
-        tier["free_space_floor"] = 0
+        disk = {"type": "disk", "path": str(self.folder), "capacity": self.disk_bytes}
+        disk["free_space_floor"] = 0
+        tier = {"type": "faulty", "control": str(self.control(who)), "inner": disk}
         offload = {**OFFLOADER, "host": self.host_bytes, "tiers": [tier]}
         return nursery.engine("llama", offload, **_ENGINE)
 
-    def round(self, engine: Engine, dice: random.Random, ledger: Ledger, **odds: float) -> None:
-        """Ask `_ROUND` prompts, some of them aborted, and compare every answer that comes."""
-        order = dice.choices(range(len(self.prompts)), k=_ROUND)
+    def round(
+        self,
+        engine: Engine,
+        dice: random.Random,
+        ledger: Ledger,
+        count: int = _ROUND,
+        **odds: float,
+    ) -> None:
+        """Ask `count` prompts, some of them aborted, and compare every answer that comes."""
+        order = dice.choices(range(len(self.prompts)), k=count)
         answers: list[dict[str, Any]] = engine.inside(
             "storm:storm",
             prompts=self.prompts,
@@ -69,28 +87,27 @@ class Setting:
             index = answer["prompt"]
             ledger.compare(index, tuple(answer["tokens"]), self.expected[index])
         ledger.add(
-            aborted=_ROUND - len(answers),
+            aborted=count - len(answers),
             reused_tokens=sum(answer["external_tokens"] for answer in answers),
         )
 
 
-def resident(
-    nursery: Nursery, setting: Setting, ledger: Ledger, weather: Weather, quiet: threading.Lock
-) -> None:
+def resident(nursery: Nursery, setting: Setting, ledger: Ledger, quiet: threading.Lock) -> None:
     """One engine from beginning to end: faults while it is asked, and a look at it in between.
 
     Holds `quiet`, and so keeps the other engine from running, while books are compared.
     """
     dice = random.Random(f"resident {setting.seed}")
-    engine = setting.engine(nursery)
+    weather = Weather(setting.control("resident"), setting.folder, setting.seed, lies=setting.lies)
+    engine = setting.engine(nursery, "resident")
     num_rounds = 0
     while not setting.over:
         kind = weather.draw()
-        weather.begin(kind, engine)
+        weather.begin(kind)
         setting.round(engine, dice, ledger, wipes=0.001)
-        weather.end(kind, engine)
+        weather.end()
         engine.settle()
-        _look(engine, setting, ledger, kind)
+        _look(engine, setting, ledger, kind, dice)
         num_rounds += 1
         if num_rounds % _ACCOUNTS_EVERY == 0:
             with quiet:
@@ -107,18 +124,26 @@ def resident(
     }
     ledger.totals = {**ledger.totals, "loaded": census["loaded"]}
     ledger.add(resets=census["resets"])
-    ledger.faults.update(weather.num_fired)
+    ledger.faults.update({f"resident: {kind}": n for kind, n in weather.num_fired.items()})
     engine.close()
 
 
-def _look(engine: Engine, setting: Setting, ledger: Ledger, kind: str) -> None:
-    census = engine.inside("storm:census")
-    left = {name: census[name] for name in (*UNDER_WAY, "is_off", "broken_invariants")}
-    if any(left.values()):
-        still = {name: value for name, value in left.items() if value}
+def _look(engine: Engine, setting: Setting, ledger: Ledger, kind: str, dice: random.Random) -> None:
+    ends_s = now_s() + _CALM_S
+    while (still := _left(engine)) and now_s() < ends_s:
+        time.sleep(0.5)
+        setting.round(engine, dice, ledger, count=1)  # an engine without requests books nothing
+        engine.settle()
+    if still:
         ledger.fail(f"after a round in which {kind}: still there {still}")
     ledger.add(rounds=1)
     ledger.samples.append(vitals(engine.pid, now_s(), ledger.counts["answers"]))
+
+
+def _left(engine: Engine) -> dict[str, int]:
+    census = engine.inside("storm:census")
+    names = (*UNDER_WAY, "is_off", "broken_invariants")
+    return {name: census[name] for name in names if census[name]}
 
 
 def _compare_books(engine: Engine, setting: Setting, ledger: Ledger) -> None:
@@ -129,9 +154,12 @@ def _compare_books(engine: Engine, setting: Setting, ledger: Ledger) -> None:
 def victim(nursery: Nursery, setting: Setting, ledger: Ledger, quiet: threading.Lock) -> None:
     """An engine that is killed while it is asked, and started again, until the soak is over."""
     dice = random.Random(f"victim {setting.seed}")
+    control = FaultControl(setting.control("victim"))
     while not setting.over:
         with quiet:
-            _one_life(setting.engine(nursery), setting, ledger, dice)
+            control.apply(*rare_faults(dice))
+            _one_life(setting.engine(nursery, "victim"), setting, ledger, dice)
+    ledger.faults.update({f"victim: {kind}": n for kind, n in control.fired().items()})
 
 
 def _one_life(engine: Engine, setting: Setting, ledger: Ledger, dice: random.Random) -> None:

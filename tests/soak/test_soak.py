@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from tests.engines.vllm.lab.engine import ROOT
 from tests.soak.ledger import Ledger, report, verdict
 from tests.soak.prompts import made_prompts, working_set_bytes
 from tests.soak.vitals import Vitals, folder_bytes, growth, vitals
+from tests.soak.weather import RARE, rare_faults
 
 CAPACITY = 1000
 
@@ -116,13 +119,21 @@ def test_prompts_share_beginnings_and_their_chunks_count_once() -> None:
     assert working_set_bytes(prompts + prompts) == in_all
 
 
-@pytest.mark.slow
-@pytest.mark.engine
-@pytest.mark.timeout(400)
-def test_two_minutes(tmp_path: Path) -> None:
+def test_rare_faults_are_rare_and_those_of_each_round_are_others() -> None:
+    """Each of them may fire; nothing lies above the checksums unless asked to."""
+    dice = random.Random(0)
+    faults, more = rare_faults(dice), rare_faults(dice)
+    assert tuple(fault.label for fault in faults) == RARE
+    assert all(fault.ratio is not None and 0 < fault.ratio <= 0.01 for fault in faults)
+    assert not any(fault.lies for fault in faults)
+    assert len({fault.seed for fault in (*faults, *more)}) == 6
+    assert [fault.label for fault in rare_faults(dice, lies=True) if fault.lies] == ["lies"]
+
+
+def soak(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The soak itself, too short for all that may grow slowly."""
-    words = ["--minutes", "2", "--prompts", "120", "--json", str(tmp_path / "soak.json")]
-    done = subprocess.run(
+    words = ("--minutes", "2", "--prompts", "120", "--json", str(folder / "soak.json"), *words)
+    return subprocess.run(
         [sys.executable, "-m", "tests.soak", *words],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
@@ -130,5 +141,26 @@ def test_two_minutes(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+def test_two_minutes(tmp_path: Path) -> None:
+    """All as promised, and every rare fault of either engine's tier fired."""
+    done = soak(tmp_path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "all as promised" in done.stdout
+    fired = json.loads((tmp_path / "soak.json").read_text())["faults"]
+    assert all(fired[f"{who}: {kind}"] for who in ("resident", "victim") for kind in RARE), fired
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+def test_a_tier_that_lies_is_found(tmp_path: Path) -> None:
+    """The control: what no checksum sees becomes a wrong answer, and the verdict says so."""
+    done = soak(tmp_path, "--lies")
+    assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "NOT AS PROMISED" in done.stdout
+    assert "wrong answers or more" in done.stdout

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import struct
+import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import pytest
 import xxhash
@@ -16,7 +18,15 @@ from undercroft.errors import (
     TierUnavailable,
 )
 from undercroft.keys import ChunkKey, Namespace
-from undercroft.testing.faults import Effect, FaultyTier, Injector, on_index, on_verb, sweep
+from undercroft.testing.faults import (
+    Effect,
+    FaultyTier,
+    Injector,
+    on_index,
+    on_key,
+    on_verb,
+    sweep,
+)
 from undercroft.testing.tier_suite import (
     BoundedSuite,
     EpochalSuite,
@@ -215,6 +225,74 @@ def test_a_bad_chunk_that_cannot_be_deleted_is_still_gone() -> None:
     assert tier.has(key)
     assert tier.read_into(key, memoryview(out))
     assert out == chunk_of(key, N)
+
+
+def tier_of_bad_chunks(num: int, delete: Injector) -> tuple[Checked, MemoryTier]:
+    """Full of chunks that read back wrong, none of which could be deleted then."""
+    flipped = Injector(Effect.FLIPPED_BIT, verbs=("read_into",))
+    inner = MemoryTier(num * (N + HEADER_BYTES))
+    tier = Checked(FaultyTier(inner, flipped, delete))
+    for number in range(num):
+        tier.write_from(key_of(number), chunk_of(key_of(number), N))
+        with pytest.raises(CorruptChunk):
+            tier.read_into(key_of(number), memoryview(bytearray(N)))
+    assert len(inner._chunks) == len(tier.suspects) == num
+    flipped.active = False
+    return tier, inner
+
+
+@pytest.mark.parametrize("effect", [Effect.READ_ONLY, Effect.ERROR, Effect.FOREIGN])
+def test_bad_chunks_that_could_not_be_deleted_give_their_room_back(effect: Effect) -> None:
+    """As soon as the tier can be written to again; nobody above can delete what it never saw."""
+    stuck = Injector(effect, verbs=("delete",))
+    tier, inner = tier_of_bad_chunks(12, stuck)
+    with pytest.raises(TierFull):
+        tier.write_from(key_of("early"), chunk_of(key_of("early"), N))
+    stuck.active = False
+    fresh = [key_of(f"fresh {number}") for number in range(12)]
+    for key in fresh:
+        tier.write_from(key, chunk_of(key, N))
+    assert set(inner._chunks) == set(fresh)
+    assert not tier.suspects
+
+
+def test_deletes_too_get_rid_of_bad_chunks_and_one_that_stays_stuck_bars_no_other() -> None:
+    """Each has its turn."""
+    stuck = Injector(Effect.ERROR, verbs=("delete",))
+    tier, inner = tier_of_bad_chunks(4, stuck)
+    stuck.active = False
+    worst = key_of(2)
+    cast(FaultyTier, tier.inner).injectors = (
+        Injector(Effect.ERROR, on_key(worst), verbs=("delete",)),
+    )
+    for number in range(16):
+        tier.delete(key_of(f"absent {number}"))
+    assert set(inner._chunks) == set(tier.suspects) == {worst}
+
+
+def test_what_replaces_a_bad_chunk_is_not_deleted_for_it() -> None:
+    """Not even if another thread was just about to delete the bad one, for long."""
+    hangs = Injector(Effect.HANG, on_key(key_of(0)), verbs=("delete",))
+    stuck = Injector(Effect.ERROR, verbs=("delete",))
+    tier, inner = tier_of_bad_chunks(1, stuck)
+    faulty = cast(FaultyTier, tier.inner)
+    faulty.injectors = (hangs,)
+    other, again = key_of("other"), chunk_of(key_of(0), N)
+    deleting = threading.Thread(target=tier.delete, args=(other,))
+    writing = threading.Thread(target=tier.write_from, args=(key_of(0), again))
+    deleting.start()
+    faulty.await_hung(1)
+    writing.start()
+    writing.join(0.1)
+    hangs.active = False
+    for thread in (deleting, writing):
+        thread.join(30)
+        assert not thread.is_alive()
+    out = bytearray(N)
+    assert tier.read_into(key_of(0), memoryview(out))
+    assert out == again
+    assert not tier.suspects
+    assert len(inner._chunks) == 1
 
 
 def history(tier: Tier) -> int:

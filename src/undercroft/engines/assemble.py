@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from typing import Any
 
 from undercroft.admission.base import Admission
 from undercroft.clock import Clock, SystemClock
+from undercroft.engines.opening import Opening
 from undercroft.errors import ConfigError, TierError, UnknownPlugin
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
@@ -159,18 +161,42 @@ def _open_levels(
     """The levels below 0; `opened` closes what was opened, also if a later one is refused."""
     clock, levels = shared[0], list[Level]()
     for tier_settings in settings.tiers:
-        tier = _open_tier(tier_settings, namespace, clock, num_replicas)
-        if tier is None:
-            continue
+        make = partial(
+            _open_level, tier_settings, settings, geometry, shared, namespace, num_replicas
+        )
+        close = partial(_close, clock=clock, seconds=settings.shutdown_deadline_s)
+        opening = Opening(make, discard=close, name=tier_settings.name)
         try:
-            level = _level(tier, tier_settings, settings, geometry, num_replicas, shared)
-        except BaseException:
-            with suppress(TierError):
-                tier.close()
+            level = opening.wait(settings.open_deadline_s)
+        except ConfigError:
             raise
-        opened.callback(_close, level, clock, settings.shutdown_deadline_s)
+        except TierError as error:
+            _LOG.error("tier %s is left out: %s", tier_settings.name, error)
+            continue
+        except Exception as error:  # noqa: BLE001 - a stranger's tier may raise anything
+            why = f"{type(error).__name__}: {error}"
+            _LOG.error("tier %s is left out: %s", tier_settings.name, why, exc_info=error)
+            continue
+        opened.callback(close, level)
         levels.append(level)
     return levels
+
+
+def _open_level(
+    tier_settings: TierSettings,
+    settings: Settings,
+    geometry: Geometry,
+    shared: tuple[Clock, Counters, LevelEvents],
+    namespace: Namespace,
+    num_replicas: int,
+) -> Level:
+    tier = _open_tier(tier_settings, namespace, shared[0], num_replicas)
+    try:
+        return _level(tier, tier_settings, settings, geometry, num_replicas, shared)
+    except BaseException:
+        with suppress(TierError):
+            tier.close()
+        raise
 
 
 def _close(level: Level, clock: Clock, seconds: float) -> None:
@@ -379,13 +405,9 @@ def _open_tier(
     namespace: Namespace,
     clock: Clock,
     num_replicas: int,
-) -> Tier | None:
+) -> Tier:
     own_bytes = held_bytes(settings) if settings.capacity_bytes is None else 0
     resolved, note = with_capacity(settings, own_bytes=own_bytes)
     if note:
         _LOG.warning("%s", note)
-    try:
-        return make_tier(resolved, namespace=namespace, clock=clock, num_replicas=num_replicas)
-    except TierError as error:
-        _LOG.error("tier %s is left out: %s", settings.name, error)
-        return None
+    return make_tier(resolved, namespace=namespace, clock=clock, num_replicas=num_replicas)

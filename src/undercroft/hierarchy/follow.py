@@ -38,7 +38,7 @@ class Follower:
         while not self._stop.wait(_PERIOD_S):
             try:
                 self._tier.refresh()
-            except Exception as error:  # noqa: BLE001 - a stranger's tier may raise anything
+            except BaseException as error:  # noqa: BLE001 - a stranger's tier may raise anything
                 self._log.warning("tier %s cannot follow other processes: %s", self._name, error)
 
     def close(self, timeout_s: float) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from undercroft.clock import Clock
 from undercroft.hierarchy.ahead import Ahead
 from undercroft.hierarchy.cascade import Cascade
+from undercroft.hierarchy.closing import close_level, flush
 from undercroft.hierarchy.counters import NO_LEVEL, Counters
 from undercroft.hierarchy.events import LevelEvents
 from undercroft.hierarchy.fresh import Fresh
@@ -455,16 +456,11 @@ class Hierarchy:
             self.on_close.clear()
             rest.callback(self.cascade.clear_waiting)
             rest.callback(self.poll)
-            for level in reversed(self.levels):
-                rest.callback(level.close, for_levels_s)
+            for index, level in reversed(list(enumerate(self.levels))):
+                num_left = len(self.levels) - index
+                rest.callback(close_level, level, num_left, for_levels_s, self._clock)
             self._flush(deadline_s - seconds / 4)
 
     def _flush(self, deadline_s: float) -> None:
-        """Give chunks that are not yet copied down a last chance."""
-        hopeful = list(self.levels)
-        has_more = len(self.cascade) > 0
-        while has_more and self._clock.now_s() < deadline_s:
-            self.cascade.submit()
-            hopeful = [each for each in hopeful if each.usable and each.transfers.drain(deadline_s)]
-            self.poll()
-            has_more = any(map(self.cascade.can_go_on_to, hopeful))
+        clock, levels = self._clock, self.levels
+        flush(self.cascade, levels, book=self.poll, deadline_s=deadline_s, clock=clock)

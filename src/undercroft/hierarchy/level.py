@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from typing import Any
 
 from undercroft.admission.always import Always
 from undercroft.admission.base import Admission
 from undercroft.clock import Clock
 from undercroft.errors import ConfigError, CorruptChunk, KvError, TierClosed, TierFull
 from undercroft.hierarchy.alarm import Alarm
+from undercroft.hierarchy.asked import Asked
 from undercroft.hierarchy.breaker import BreakerState
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
@@ -90,8 +92,10 @@ class Level:
             )
         self.name = tier.name
         self.tier = tier
-        self._indexed: Indexed = tier
-        self._bounded = tier if isinstance(tier, Bounded) else None
+        asked: Any = Asked(tier, clock)
+        self.asked: Asked = asked
+        self._indexed: Indexed = asked
+        self._bounded = asked if isinstance(asked, Bounded) else None
         self.transfers = transfers
         self._slot_bytes = tuple(slot_bytes)
         self._class_of = class_of
@@ -104,7 +108,7 @@ class Level:
         self._events = events
         self._write_deadline_s = write_deadline_s
         self._spending = Spending(
-            tier, rate_bytes=write_rate_bytes, largest_bytes=max(slot_bytes), clock=clock
+            asked, rate_bytes=write_rate_bytes, largest_bytes=max(slot_bytes), clock=clock
         )
         self._alarm = Alarm(tier.name, clock)
         self._was_up = True
@@ -121,9 +125,9 @@ class Level:
         self._num_writing = [0] * len(self._slot_bytes)
         self._num_deleting = [0] * len(self._slot_bytes)
         self._is_closed = False
-        self.voider = Voider(tier, transfers, evictable=tier.evictable, clock=clock)
+        self.voider = Voider(asked, transfers, evictable=tier.evictable, clock=clock)
         self._adopt(tier.evictable())
-        self._following: Following | None = tier if isinstance(tier, Following) else None
+        self._following: Following | None = asked if isinstance(asked, Following) else None
         self._follower = Follower(self._following, self.name, clock) if self._following else None
 
     def _capacity_chunks(self, num_bytes: int) -> int:
@@ -140,7 +144,7 @@ class Level:
     @property
     def usable(self) -> bool:
         """Whether the level is asked at all: not void, and its breaker lets calls through."""
-        return self.voider.is_over and self.transfers.available
+        return self.voider.is_over and self.asked.is_answering and self.transfers.available
 
     def has(self, key: ChunkKey) -> bool:
         """Whether a read of `key` is worth trying. No I/O."""
@@ -161,6 +165,7 @@ class Level:
     def begin_step(self) -> None:
         """Ask the tier anew what is free, what has become ours to evict, and what is lost."""
         self._free.clear()
+        self.asked.begin_step()
         if self._following is not None:
             self._adopt(self._following.take_adopted())
             for key, reason in self._following.take_lost():

@@ -220,7 +220,7 @@ class Voider:
                 drained = self._drain()
                 if drained:
                     self._make_void(wanted)
-        except Exception as error:  # noqa: BLE001 - a stranger's tier may raise anything
+        except BaseException as error:  # noqa: BLE001 - a stranger's tier may raise anything
             self._why = str(error)
             return False
         return drained

@@ -81,6 +81,7 @@ class Settings:
         load_margin: The same.
         drain_deadline_s: The same.
         shutdown_deadline_s: The same.
+        open_deadline_s: The same.
         join_deadline_s: The same.
         restore_share_ratio: Share of host memory promotions may hold at once, in (0, 1].
         engine: Keys the engine reads itself, as parsed; nothing here acts on them.
@@ -103,6 +104,7 @@ class Settings:
     load_margin: float = 1.5
     drain_deadline_s: float = 1.0
     shutdown_deadline_s: float = 3.0
+    open_deadline_s: float = 60.0
     join_deadline_s: float = 60.0
     restore_share_ratio: float = 1.0
     engine: Mapping[str, Any] = field(default_factory=_nothing)

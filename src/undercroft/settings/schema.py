@@ -230,6 +230,7 @@ KEYS: Mapping[str, Key] = _table(
     Key("load_margin", at_least_one, "1.5", "How many times more slowly, before that is done."),
     Key("drain_deadline_s", seconds, "1", "Longest wait for lower levels to take a reset."),
     Key("shutdown_deadline_s", seconds, "3", "Longest wait for transfers under way at the end."),
+    Key("open_deadline_s", seconds, "60", "Longest wait for a tier to open at the start."),
     Key("join_deadline_s", seconds, "60", "Longest wait for all ranks to join host memory."),
     Key(
         "restore_share_ratio", ratio, "1", "Share of host memory that promotions may hold at once."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from itertools import islice
 
 from undercroft.errors import ConfigError, CorruptChunk, FormatTooNew, KvError
 from undercroft.keys import MAX_KEY_BYTES, ChunkKey, Namespace
@@ -21,8 +22,9 @@ _EPOCH = 0
 class Checked(WrappingTier):
     """Stores the header of `undercroft.tiers.frame` before each chunk's bytes, and verifies both.
 
-    A chunk that fails the check is deleted from the inner tier; if even that fails, its key is
-    remembered as bad until a write replaces it.
+    A chunk that fails the check is deleted from the inner tier. If even that fails, its key is
+    remembered as bad: nobody is told of the chunk any more, so nobody else would ever delete it.
+    Every write and every delete tries one of them again.
 
     Args:
         inner: The tier to be trusted no further than its bytes.
@@ -38,6 +40,8 @@ class Checked(WrappingTier):
         super().__init__(inner)
         self._namespace = namespace.digest if namespace else bytes(32)
         self._lock = threading.Lock()
+        self._deleting = threading.Lock()  # a bad chunk: never what was written in its place
+        self._num_tries = 0
         self.suspects: dict[ChunkKey, None] = {}
 
     def contains(self, key: ChunkKey) -> bool:
@@ -83,16 +87,18 @@ class Checked(WrappingTier):
         payload[:] = data
         head = frame.Frame(key, self._namespace, _EPOCH, 0, len(payload), frame.checksum(payload))
         frame.pack(head, record[: frame.HEADER_BYTES])
+        self._delete_a_suspect()
         if key in self.suspects:
-            self.inner.delete(key)
-        written = self.pass_on(key, record, epoch)
-        self._forgive(key)
-        return written
+            with self._deleting:
+                self.inner.delete(key)
+                self._forgive(key)
+        return self.pass_on(key, record, epoch)
 
     def delete(self, key: ChunkKey) -> None:
         """See `Tier.delete`."""
         self.inner.delete(key)
         self._forgive(key)
+        self._delete_a_suspect()
 
     def close(self) -> None:
         """See `Tier.close`."""
@@ -107,7 +113,25 @@ class Checked(WrappingTier):
             if len(self.suspects) > _MAX_SUSPECTS:
                 del self.suspects[next(iter(self.suspects))]
         with suppress(KvError, OSError):
-            self.delete(key)
+            self.inner.delete(key)
+            self._forgive(key)
+
+    def _delete_a_suspect(self) -> None:
+        """One of those whose deletion failed, each in its turn; whether it works or not."""
+        if not self.suspects or not self._deleting.acquire(blocking=False):
+            return
+        try:
+            with self._lock:
+                self._num_tries += 1
+                turn = self._num_tries % max(1, len(self.suspects))
+                key = next(islice(self.suspects, turn, None), None)
+            if key is not None:
+                self.inner.delete(key)
+                self._forgive(key)
+        except Exception:  # noqa: BLE001, S110 - whatever the tier raises, it is tried again
+            pass
+        finally:
+            self._deleting.release()
 
     def _forgive(self, key: ChunkKey) -> None:
         if self.suspects:

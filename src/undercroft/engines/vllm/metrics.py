@@ -264,8 +264,8 @@ def _gauges(hierarchy: Hierarchy, pace: Pace) -> Iterator[_Reading]:
             yield "write_budget_bytes", (level.name,), allowed.budget_bytes
             yield "write_budget_left_bytes", (level.name,), allowed.day_left_bytes
         yield "waiting_chunks", (level.name,), hierarchy.cascade.num_waiting(level.name)
-        if isinstance(level.tier, Bounded):
-            yield from _room(level.name, level.tier.used_bytes(), level.tier.capacity_bytes)
+        if isinstance(level.asked, Bounded):
+            yield from _room(level.name, level.asked.used_bytes(), level.asked.capacity_bytes)
 
 
 def _level_gauges(level: Level) -> Iterator[_Reading]:
