@@ -239,6 +239,7 @@ def _hierarchy(
             drain_deadline_s=settings.drain_deadline_s,
             shutdown_deadline_s=settings.shutdown_deadline_s,
             restore_share_ratio=settings.restore_share_ratio,
+            load_margin=settings.load_margin if settings.load_only_if_faster else None,
             max_cascade_waiting=_QUEUED_CHUNKS_PER_SLOT * max_slots,
         ),
         take_failed_stores=take_failed_stores,

@@ -37,7 +37,6 @@ class Move:
         "num_bytes",
         "op",
         "permit",
-        "started_s",
         "state",
         "submitted_s",
         "ticket",
@@ -57,7 +56,6 @@ class Move:
         self.state = _QUEUED
         self.ticket = 0
         self.submitted_s = 0.0
-        self.started_s = 0.0
         self.permit = 0
         self.before: Move | None = None
         self.after: Move | None = None
@@ -131,6 +129,11 @@ class MoveQueue:
     def num_writes(self) -> int:
         """Writes that have not started."""
         return self._writes.num_in - self._writes.num_out
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the reads that have not started."""
+        return self._reads.num_bytes_in - self._reads.num_bytes_out
 
     @property
     def write_bytes(self) -> int:

@@ -27,6 +27,7 @@ from undercroft.hierarchy.breaker import Breaker
 from undercroft.hierarchy.crew import Crew
 from undercroft.hierarchy.moves import Move, MoveQueue, MoveState, Work
 from undercroft.hierarchy.outcome import Done, Op, Outcome, StandingErrors
+from undercroft.hierarchy.speed import Speeds
 from undercroft.keys import ChunkKey
 from undercroft.tiers.base import Tier
 
@@ -38,7 +39,6 @@ _READ, _WRITE, _DELETE = Op.READ, Op.WRITE, Op.DELETE
 _QUEUED, _RUNNING = MoveState.QUEUED, MoveState.RUNNING
 _ABANDONED, _ENDED = MoveState.ABANDONED, MoveState.ENDED
 _ANSWERS = (CorruptChunk, FormatTooNew, TierFull)
-_SPEED_WEIGHT = 0.1
 _STALE_DEADLINES = 1024
 _LEAST_PATIENCE_S, _MOST_PATIENCE_S = 2.0, 10.0
 
@@ -121,7 +121,7 @@ class Transfers:
         self.num_threads = num_threads
         self._num_running = 0
         self._hope_ends_s = float("-inf")
-        self._s_per_byte: dict[Op, float] = {}
+        self.speeds = Speeds()
         self._closer: threading.Thread | None = None
         self._tier_closed = False
         self.num_late = 0
@@ -240,6 +240,7 @@ class Transfers:
     def _abandon(self, move: Move, now_s: float) -> None:
         move.state = _ABANDONED
         if move.work is not None:
+            self.speeds.overdue(move.op, now_s - move.work.started_s, move.num_bytes)
             self._crew.on_stuck(move.work)
         self._breaker.on_failure(move.permit, now_s)
 
@@ -272,7 +273,7 @@ class Transfers:
 
     def _hope_for(self, move: Move, now_s: float) -> None:
         """A thread turns to `move`: until when its end is worth waiting for."""
-        patience_s = 4 * move.num_bytes * self._s_per_byte.get(move.op, 0.0)
+        patience_s = 4 * move.num_bytes * (self.speeds.average(move.op) or 0.0)
         patience_s = min(max(patience_s, _LEAST_PATIENCE_S), _MOST_PATIENCE_S)
         self._hope_ends_s = max(self._hope_ends_s, now_s + patience_s)
 
@@ -280,6 +281,11 @@ class Transfers:
     def num_queued_reads(self) -> int:
         """Reads that have not started."""
         return self._queue.num_reads
+
+    @property
+    def queued_read_bytes(self) -> int:
+        """Bytes of the reads that have not started."""
+        return self._queue.read_bytes
 
     @property
     def num_queued_writes(self) -> int:
@@ -315,14 +321,6 @@ class Transfers:
     def num_retries(self) -> int:
         """Tries beyond the first."""
         return self._attempts.num_retries
-
-    def s_per_byte(self, op: Op) -> float | None:
-        """Seconds per byte that one thread needs, moving average; None: nothing seen yet.
-
-        Of what was served. A call that hangs says nothing of speed: it would make whoever asks how
-        long to wait wait for the next one all the longer.
-        """
-        return self._s_per_byte.get(op)
 
     # --- ending -------------------------------------------------------------------------------
 
@@ -481,7 +479,7 @@ class Transfers:
             work.num_moved += num_moved
             if not left:
                 if work.num_moved:
-                    self._see_speed(work.op, (now_s - work.started_s) / work.num_moved)
+                    self.speeds.served(work.op, now_s - work.started_s, work.num_moved)
                 self._crew.on_end(work)
             else:
                 self._crew.tell()
@@ -502,7 +500,3 @@ class Transfers:
         else:
             self._breaker.on_failure(move.permit, now_s)
         self._report(move, error, now_s, moved=moved)
-
-    def _see_speed(self, op: Op, s_per_byte: float) -> None:
-        before = self._s_per_byte.get(op, s_per_byte)
-        self._s_per_byte[op] = before + _SPEED_WEIGHT * (s_per_byte - before)

@@ -31,6 +31,7 @@ class Read:
     buffer: memoryview
 
     def order(self, place: int) -> Order:
+        """To be done with the bytes at `place` of the memory."""
         return Order(
             segment=self.segment.number,
             slot=self.slot,
@@ -53,13 +54,16 @@ class Write:
 
     @property
     def segment(self) -> OwnSegment:
+        """Where it goes."""
         return self.taken.segment
 
     @property
     def slot(self) -> int:
+        """Where in it."""
         return self.taken.slot
 
     def order(self, place: int) -> Order:
+        """To be done with the bytes at `place` of the memory."""
         taken = self.taken
         return Order(
             segment=taken.segment.number,
@@ -83,6 +87,7 @@ class Free:
     buffer: memoryview = _NOTHING
 
     def order(self, place: int) -> Order:
+        """To be done with the bytes at `place` of the memory."""
         return Order(
             segment=self.segment.number,
             slot=self.slot,
@@ -96,6 +101,7 @@ class Free:
 
 
 def fits(item: Read | Write | Free) -> bool:
+    """Whether the slot is of the right size for the buffer."""
     return record_bytes(len(item.buffer)) == item.segment.header.record_bytes
 
 

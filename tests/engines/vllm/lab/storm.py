@@ -114,7 +114,7 @@ def census(driver: Driver) -> dict[str, Any]:
         "fresh": states.count(4),
         "ready": states.count(3),
         "pins": sum(slots.pins),
-        "holders": len(hierarchy._holders),
+        "holders": len(hierarchy.holds.requests),
         "loaders": len(hierarchy.loads.requests),
         "stores": len(hierarchy.stores),
         "restores": len(hierarchy.restores),
