@@ -140,6 +140,12 @@ class Attempts:
         tier.write_from(key, buffer)
         return True
 
+    def lost(self, move: Move, exc: BaseException) -> Ended:
+        """The end of a move whose thread died of `exc`, which keeps no buffer alive."""
+        error = self.translated(exc, move)
+        error.__cause__ = None
+        return move, error, False
+
     def translated(self, exc: BaseException, move: Move) -> KvError:
         """A foreign exception as `TierUnavailable` caused by it."""
         name = self._tier.name

@@ -457,11 +457,7 @@ class Transfers:
             for move, error in again:
                 self._finish(work, left, [(move, *attempts.go_on(error, move))])
         except BaseException as exc:  # the thread dies of it, and says so; the tickets still end
-            failed: list[Ended] = [(move, attempts.translated(exc, move), False) for move in left]
-            for _, error, _ in failed:
-                if error is not None:
-                    error.__cause__ = None
-            self._finish(work, left, failed)
+            self._finish(work, left, [attempts.lost(move, exc) for move in left])
             raise
 
     def _finish(self, work: Work, left: dict[Move, None], ends: Sequence[Ended]) -> None:
