@@ -8,6 +8,7 @@ LEVELS = {"info", "warning", "error", "exception", "critical", "log"}
 ONCE = "once in a process's life"
 SEEN = {
     "tier %s is left out: %s": ONCE,
+    "disk tier %r: threads move its chunks: %s": ONCE,
     "fault while looking at pages": ONCE,
     "internal fault, the cache is off until": ONCE,
     "fault while shutting down": ONCE,
@@ -24,6 +25,7 @@ SEEN = {
     "host memory: all %d bytes are registered": ONCE,
     "the device is broken, KV cache is not copied any more": ONCE,
     "fault while looking ahead; this engine does so no more": ONCE,
+    "fault while looking at a step; its prefill speed is not known": ONCE,
     "drafter: %s": ONCE,
     "this engine does not tell its configuration": ONCE,
     "this engine's configuration cannot be read": ONCE,

@@ -6,7 +6,8 @@ that launches the model's kernels, and our movers share one interpreter.
 
 `busy`: requests that only our hierarchy knows of come for chunks that are on disk, and others are
 stored, so that 32 MiB of reads and of writes are under way or waiting at every step. `idle`: nobody
-asks. `asleep`: the planning of `busy` over a disk that takes as long and moves nothing: the
+asks. `threads`: as `busy`, but moved by threads of this process rather than by the tier's own
+process. `asleep`: the planning of `busy` over a disk that takes as long and moves nothing: the
 scheduler's own work. `elsewhere`: `idle`, while *another process* moves as many bytes a second:
 what the machine, its processors and its memory, does to a step whoever moves them. What `busy`
 costs beyond `asleep` and `elsewhere` is the interpreter's lock.
@@ -50,15 +51,18 @@ class Measured:
         with self._file.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, 64 << 20)
 
-    def steps(self, *, saturated: bool, asleep: bool = False) -> dict[str, float]:
+    def steps(
+        self, *, saturated: bool, asleep: bool = False, threads: bool = False
+    ) -> dict[str, float]:
         told: dict[str, float] = self._engine.inside(
             "saturate:steps",
             num_steps=self._num_steps,
             num_requests=NUM_REQUESTS,
             saturated=saturated,
             asleep=asleep,
+            threads=threads,
         )
-        if saturated and not asleep:
+        if saturated and not (asleep or threads):
             self._rate = told["moved_bytes"] / told["seconds"]
             if not told["moved_bytes"]:
                 raise SystemExit("the disk was to be busy, and moved nothing")
@@ -125,12 +129,13 @@ class EngineStep:
                 ("idle", "nothing to do"),
                 ("elsewhere", "the same traffic of another process"),
                 ("asleep", "the same work, nothing moved"),
+                ("threads", "threads of this process instead of another"),
             )
             for which in ("p50", "p99")
         ]
         return rows + [
             Row(f"read and written meanwhile, {side}", (side, "seconds a GB"), amount=1.0)
-            for side in ("busy", "elsewhere")
+            for side in ("busy", "threads", "elsewhere")
         ]
 
     @contextlib.contextmanager
@@ -147,6 +152,7 @@ class EngineStep:
                     "busy": partial(it.steps, saturated=True),
                     "idle": partial(it.steps, saturated=False),
                     "asleep": partial(it.steps, saturated=True, asleep=True),
+                    "threads": partial(it.steps, saturated=True, threads=True),
                     "elsewhere": it.elsewhere,
                     "busy" + AGAIN: partial(it.steps, saturated=True),
                 }
@@ -160,7 +166,7 @@ def _engine(nursery: Nursery, model: Path, blocks_per_chunk: int, folder: Path) 
             **OFFLOADER,
             "host": "384MiB",
             "blocks_per_chunk": blocks_per_chunk,
-            "tiers": [disk | {"free_space_floor": 0}],
+            "tiers": [disk | {"free_space_floor": 0, "mover_process": True}],
         },
         max_model_len=2048,
         max_num_batched_tokens=2048,

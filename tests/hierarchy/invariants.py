@@ -54,8 +54,8 @@ def check_policies(hierarchy: Hierarchy) -> None:
 def check_pins(hierarchy: Hierarchy) -> None:
     """Each pin belongs to a hold, a load, a running request, a cascade, or the quarantine."""
     expected: Counter[int] = Counter()
-    assert all(request.holds for request in hierarchy._holders.values()), "holds nothing"
-    for request in hierarchy._holders.values():
+    assert all(request.holds for request in hierarchy.holds.requests.values()), "holds nothing"
+    for request in hierarchy.holds.requests.values():
         expected.update(request.holds.keys())
     for request in hierarchy.loads.requests.values():
         expected.update(request.loading.values())

@@ -394,7 +394,7 @@ def test_a_request_whose_hits_were_of_no_use_is_forgotten(worlds: list[World]) -
     assert all(hierarchy.lookup(key, busy) is Lookup.HIT for key in others)
     hierarchy.prepare_load(others, busy)
     assert engine.run(keys[:10]).num_hits == 0
-    assert not hierarchy._holders
+    assert not hierarchy.holds.requests
     hierarchy.complete_load(others, busy)
     hierarchy.finish_request(busy)
     engine.settle()

@@ -308,18 +308,18 @@ def test_drain_gives_up_at_its_deadline(rig: MakeRig) -> None:
 def test_speed_is_seen(rig: MakeRig) -> None:
     """Seconds per byte come from what was served, not from what hangs."""
     it = rig(Injector(Effect.SLOW, on_key(A), seconds=2.0), Injector(Effect.HANG, on_key(B)))
-    assert it.transfers.s_per_byte(Op.READ) is None
+    assert it.transfers.speeds.average(Op.READ) is None
     it.store(A)
     it.read(A)
     it.clock.await_sleepers(1)
     it.clock.advance(2.0)
     it.finish()
-    assert it.transfers.s_per_byte(Op.READ) == pytest.approx(2.0 / N)
-    assert it.transfers.s_per_byte(Op.WRITE) is None
+    assert it.transfers.speeds.average(Op.READ) == pytest.approx(2.0 / N)
+    assert it.transfers.speeds.average(Op.WRITE) is None
     it.read(B, 100.0)
     it.faulty.await_hung(1)
     it.expired(100.0)
-    assert it.transfers.s_per_byte(Op.READ) == pytest.approx(2.0 / N)
+    assert it.transfers.speeds.average(Op.READ) == pytest.approx(2.0 / N)
 
 
 def test_deadlines_of_finished_moves_do_not_pile_up(rig: MakeRig) -> None:

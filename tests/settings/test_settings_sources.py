@@ -59,6 +59,8 @@ VALUES: dict[str, tuple[Any, str, Any]] = {
     "self_describing_kv_events": ("true", "self_describing_kv_events", True),
     "lookup_deadline_s": ("0.5", "lookup_deadline_s", 0.5),
     "promote_deadline_s": ("4", "promote_deadline_s", 4.0),
+    "load_only_if_faster": ("false", "load_only_if_faster", False),
+    "load_margin": ("2.5", "load_margin", 2.5),
     "drain_deadline_s": ("4", "drain_deadline_s", 4.0),
     "shutdown_deadline_s": ("4", "shutdown_deadline_s", 4.0),
     "open_deadline_s": ("4", "open_deadline_s", 4.0),
@@ -271,6 +273,7 @@ def test_tier_options_are_parsed() -> None:
         "direct": "no",
         "write_rate": "200MiB",
         "write_budget": "500GiB",
+        "mover_process": "yes",
     }
     assert set(written) == set(TIER_KEYS) | set(TIER_OPTIONS["disk"])
     (tier,) = load({"host": 1, "tiers": [written]}).tiers
@@ -282,6 +285,7 @@ def test_tier_options_are_parsed() -> None:
         "num_threads": 4,
         "direct": False,
         "write_budget": 500 * GIB,
+        "mover_process": True,
     }
     assert tier.write_rate_bytes == 200 << 20
 

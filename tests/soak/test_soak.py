@@ -14,8 +14,9 @@ import pytest
 from tests.engines.vllm.lab.engine import ROOT
 from tests.soak.ledger import Ledger, report, verdict
 from tests.soak.prompts import made_prompts, working_set_bytes
-from tests.soak.vitals import Vitals, folder_bytes, growth, vitals
+from tests.soak.vitals import Vitals, folder_bytes, growth, shared_memory_bytes, vitals
 from tests.soak.weather import RARE, rare_faults
+from undercroft.hierarchy.rendezvous import SeatLock, region_path
 
 CAPACITY = 1000
 
@@ -108,6 +109,16 @@ def test_vitals_are_those_of_the_process() -> None:
     assert 10_000_000 < seen.rss < 1 << 40
     with Path("/dev/null").open("rb"):
         assert vitals(os.getpid(), 1.0, 2).descriptors == seen.descriptors + 1
+
+
+def test_shared_memory_is_left_once_its_engine_is_gone(tmp_path: Path) -> None:
+    """As after a kill; what a living one has just made is not left behind."""
+    lock = SeatLock(region_path(tmp_path, "soak"), 0)
+    assert lock.open_door(create=True)
+    lock.path.write_bytes(bytes(8192))
+    assert shared_memory_bytes(tmp_path) == 0
+    os.close(lock.fd)  # as the kernel does
+    assert shared_memory_bytes(tmp_path) == 8192
 
 
 def test_prompts_share_beginnings_and_their_chunks_count_once() -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from undercroft.hierarchy.rendezvous import _is_locked_by_others
+
 __all__ = ["Growth", "Vitals", "Watch", "folder_bytes", "growth", "shared_memory_bytes", "vitals"]
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -30,7 +32,7 @@ class Vitals:
     descriptors: int
     threads: int
     named_shared: int
-    """Files of ours in /dev/shm, of every process."""
+    """Files of ours in /dev/shm, of engines that have ended."""
 
 
 def vitals(pid: int, at_s: float, num_requests: int) -> Vitals:
@@ -51,13 +53,20 @@ def vitals(pid: int, at_s: float, num_requests: int) -> Vitals:
     )
 
 
-def shared_memory_bytes() -> int:
-    """Of the files in /dev/shm that an engine's host memory has until everybody has joined."""
+def shared_memory_bytes(folder: Path = _SHARED_MEMORY) -> int:
+    """Of the files that engines which ended left there; one that is about to start has its own.
+
+    A living engine's file is locked for as long as it has a name: see `hierarchy.rendezvous`.
+    """
     total = 0
-    for path in _SHARED_MEMORY.iterdir():
-        if path.name.startswith("undercroft-") and not path.name.startswith("undercroft-test-"):
-            with suppress(OSError):
-                total += path.stat().st_blocks * 512
+    for path in folder.glob("undercroft-" + "[0-9a-f]" * 16):
+        with suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                if not _is_locked_by_others(fd, 0, 0):
+                    total += os.fstat(fd).st_blocks * 512
+            finally:
+                os.close(fd)
     return total
 
 

@@ -54,6 +54,7 @@ _REASONS = {
     "not_restored": "it did not fit into host memory for that request",
     "read_failed": "it could not be read",
     "evicted_again": "it came up, and was evicted before it was used",
+    "too_slow": "computing it was predicted to be quicker than reading it",
     "given_up": "its segment made room for another key space, chunk size or capacity",
     "load_failed": "it could not be copied into the engine",
 }

@@ -29,7 +29,7 @@ from undercroft.keys import ChunkKey, Namespace
 from undercroft.plugins import find
 from undercroft.settings import Settings, TierSettings, with_capacity
 from undercroft.settings.schema import FAULTY
-from undercroft.tiers.base import Tier
+from undercroft.tiers.base import Batched, SharedMemory, Tier
 from undercroft.tiers.disk.history import HistoryFile, history_bytes
 from undercroft.tiers.disk.names import ROOT_NAME
 
@@ -41,6 +41,8 @@ _SMALL_CHUNK_BYTES = 1 << 20
 _NUM_THREADS, _NUM_THREADS_SMALL = 4, 8
 """Small chunks spend as long on checksums and bookkeeping as in the device: more of them are under
 way at once (docs/explanation/design/0002-disk-layout.md)."""
+_NUM_WAITING = 3
+"""Where others move the bytes: two for reads, and one that writes and deletes leave to them."""
 _QUEUED_CHUNKS_PER_SLOT = 4
 
 
@@ -117,6 +119,7 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
     num_replicas: int,
     with_events: bool,
     take_failed_stores: Callable[[], frozenset[int] | None],
+    memory: SharedMemory | None = None,
 ) -> Hierarchy:
     """Level 0 over `buffer` and the tiers of `settings` below it.
 
@@ -129,7 +132,11 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
     events = LevelEvents(enabled=with_events)
     with ExitStack() as opened:
         levels = _open_levels(
-            settings, geometry, (clock, counters, events), namespace, num_replicas, opened
+            settings,
+            geometry,
+            (clock, counters, events),
+            (namespace, num_replicas, memory),
+            opened,
         )
         hierarchy = _hierarchy(
             settings,
@@ -154,16 +161,13 @@ def _open_levels(
     settings: Settings,
     geometry: Geometry,
     shared: tuple[Clock, Counters, LevelEvents],
-    namespace: Namespace,
-    num_replicas: int,
+    whose: tuple[Namespace, int, SharedMemory | None],
     opened: ExitStack,
 ) -> list[Level]:
     """The levels below 0; `opened` closes what was opened, also if a later one is refused."""
     clock, levels = shared[0], list[Level]()
     for tier_settings in settings.tiers:
-        make = partial(
-            _open_level, tier_settings, settings, geometry, shared, namespace, num_replicas
-        )
+        make = partial(_open_level, tier_settings, settings, geometry, shared, whose)
         close = partial(_close, clock=clock, seconds=settings.shutdown_deadline_s)
         opening = Opening(make, discard=close, name=tier_settings.name)
         try:
@@ -187,12 +191,11 @@ def _open_level(
     settings: Settings,
     geometry: Geometry,
     shared: tuple[Clock, Counters, LevelEvents],
-    namespace: Namespace,
-    num_replicas: int,
+    whose: tuple[Namespace, int, SharedMemory | None],
 ) -> Level:
-    tier = _open_tier(tier_settings, namespace, shared[0], num_replicas)
+    tier = _open_tier(tier_settings, shared[0], *whose)
     try:
-        return _level(tier, tier_settings, settings, geometry, num_replicas, shared)
+        return _level(tier, tier_settings, settings, geometry, whose[1], shared)
     except BaseException:
         with suppress(TierError):
             tier.close()
@@ -236,6 +239,7 @@ def _hierarchy(
             drain_deadline_s=settings.drain_deadline_s,
             shutdown_deadline_s=settings.shutdown_deadline_s,
             restore_share_ratio=settings.restore_share_ratio,
+            load_margin=settings.load_margin if settings.load_only_if_faster else None,
             max_cascade_waiting=_QUEUED_CHUNKS_PER_SLOT * max_slots,
         ),
         take_failed_stores=take_failed_stores,
@@ -312,7 +316,7 @@ def _level(
         transfers=Transfers(
             tier,
             clock=clock,
-            num_threads=_num_threads(tier_settings, geometry),
+            num_threads=_num_threads(tier, tier_settings, geometry),
             max_queued_write_bytes=max_queued,
         ),
         slot_bytes=geometry.slot_bytes,
@@ -329,7 +333,9 @@ def _level(
     )
 
 
-def _num_threads(settings: TierSettings, geometry: Geometry) -> int:
+def _num_threads(tier: Tier, settings: TierSettings, geometry: Geometry) -> int:
+    if isinstance(tier, Batched) and tier.batch_bytes:
+        return _NUM_WAITING
     small = max(geometry.slot_bytes) < _SMALL_CHUNK_BYTES
     return int(settings.options.get("num_threads", _NUM_THREADS_SMALL if small else _NUM_THREADS))
 
@@ -348,7 +354,12 @@ def held_bytes(settings: TierSettings) -> int:
 
 
 def make_tier(
-    settings: TierSettings, *, namespace: Namespace, clock: Clock, num_replicas: int
+    settings: TierSettings,
+    *,
+    namespace: Namespace,
+    clock: Clock,
+    num_replicas: int,
+    memory: SharedMemory | None = None,
 ) -> Tier:
     """One tier, open.
 
@@ -357,6 +368,7 @@ def make_tier(
         namespace: Whose chunks.
         clock: Time.
         num_replicas: Processes of this namespace that share what the tier names.
+        memory: Where level 0 lies, if in a file.
 
     Raises:
         ConfigError: The settings can never work.
@@ -376,6 +388,8 @@ def make_tier(
         "capacity_bytes": settings.capacity_bytes,
         "clock": clock,
         "num_replicas": num_replicas,
+        "memory": memory,
+        "num_threads": int(settings.options.get("num_threads", _NUM_THREADS)),
     }
     what = f"tier {settings.name} (type {settings.type})"
     make = find("tiers", settings.type)
@@ -401,12 +415,15 @@ def make_tier(
 
 def _open_tier(
     settings: TierSettings,
-    namespace: Namespace,
     clock: Clock,
+    namespace: Namespace,
     num_replicas: int,
+    memory: SharedMemory | None,
 ) -> Tier:
     own_bytes = held_bytes(settings) if settings.capacity_bytes is None else 0
     resolved, note = with_capacity(settings, own_bytes=own_bytes)
     if note:
         _LOG.warning("%s", note)
-    return make_tier(resolved, namespace=namespace, clock=clock, num_replicas=num_replicas)
+    return make_tier(
+        resolved, namespace=namespace, clock=clock, num_replicas=num_replicas, memory=memory
+    )

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from undercroft.clock import Clock
 from undercroft.errors import Bug, KvError, TierUnavailable
 from undercroft.hierarchy.moves import Move
 from undercroft.hierarchy.outcome import Op
-from undercroft.tiers.base import Epochal, Tier
+from undercroft.tiers.base import Batched, Ends, Epochal, Tier
 
-__all__ = ["Attempts"]
+__all__ = ["Attempts", "Ended"]
 
 _LOG = logging.getLogger(__name__)
+
+Ended = tuple[Move, KvError | None, bool]
+"""A move, its error, and whether the chunk's bytes were moved."""
 
 
 class Attempts:
@@ -36,6 +39,7 @@ class Attempts:
     ) -> None:
         self._tier = tier
         self._epochal = tier if isinstance(tier, Epochal) else None
+        self._batched = tier if isinstance(tier, Batched) else None
         self._clock = clock
         self._retries = retries
         self._pause_s = pause_s
@@ -44,12 +48,51 @@ class Attempts:
         self.num_bugs = 0
         self.num_retries = 0
 
-    def perform(self, move: Move) -> tuple[KvError | None, bool]:
-        """Blocks. The error, if any, and whether the chunk's bytes were moved.
+    @property
+    def batch_bytes(self) -> int:
+        """How much of one kind the tier takes in a call; 0: one move."""
+        return 0 if self._batched is None else self._batched.batch_bytes
 
-        They are not if a read finds no chunk, and if the epoch of a write is over.
+    def perform(self, moves: Sequence[Move]) -> Iterator[list[Ended]]:
+        """Blocks. Each move with its error, if any, and whether the chunk's bytes were moved.
+
+        They are not if a read finds no chunk, and if the epoch of a write is over. Nothing is tried
+        again: see `may_go_on` and `go_on`.
         """
-        error, moved = self._try_once(move)
+        if len(moves) == 1 or self._batched is None:
+            for move in moves:
+                yield [(move, *self._try_once(move))]
+            return
+        left = dict(enumerate(moves))
+        try:
+            for ends in self._begun(self._batched, moves):
+                yield [(left.pop(i), *self._end_of(end, moves[i])) for i, end in ends]
+            failure: Exception = Bug(f"{len(left)} of {len(moves)} chunks were not told of")
+        except Exception as exc:  # noqa: BLE001 - a stranger's tier may raise anything
+            failure = exc
+        if left:
+            yield [(move, *self._end_of(failure, move)) for move in left.values()]
+
+    def _begun(self, batched: Batched, moves: Sequence[Move]) -> Iterator[Ends]:
+        op = moves[0].op
+        if op is Op.DELETE:
+            return batched.delete_many([move.key for move in moves])
+        given = [(move.key, move.buffer, move.epoch) for move in moves if move.buffer is not None]
+        if op is Op.READ:
+            return batched.read_many([(key, buffer) for key, buffer, _ in given])
+        return batched.write_many(given)
+
+    def may_go_on(self, error: KvError | None, move: Move) -> bool:
+        """Whether what failed with `error` is worth another try."""
+        return (
+            error is not None
+            and self._retries > 0
+            and self._worth_another(error, move.deadline_s - self._pause_s)
+        )
+
+    def go_on(self, error: KvError | None, move: Move) -> tuple[KvError | None, bool]:
+        """Blocks. Try a move again that failed with `error`, while that makes sense."""
+        moved = False
         pause_s = self._pause_s
         for _ in range(self._retries):
             if error is None or not self._worth_another(error, move.deadline_s - pause_s):
@@ -75,11 +118,15 @@ class Attempts:
             return None, self._call(move)
         except KvError as exc:
             return _bare(exc), False
-        except Bug as exc:
-            self._note_bug()
-            return _bare(self.translated(exc, move)), False
         except Exception as exc:  # noqa: BLE001 - a stranger's tier may raise anything
-            return _bare(self.translated(exc, move)), False
+            return self._end_of(exc, move)
+
+    def _end_of(self, end: object, move: Move) -> tuple[KvError | None, bool]:
+        if not isinstance(end, Exception):
+            return None, bool(end) and move.op is not Op.DELETE
+        if isinstance(end, Bug):
+            self._note_bug(end)
+        return _bare(end if isinstance(end, KvError) else self.translated(end, move)), False
 
     def _call(self, move: Move) -> bool:
         tier, key, buffer = self._tier, move.key, move.buffer
@@ -93,6 +140,12 @@ class Attempts:
         tier.write_from(key, buffer)
         return True
 
+    def lost(self, move: Move, exc: BaseException) -> Ended:
+        """The end of a move whose thread died of `exc`, which keeps no buffer alive."""
+        error = self.translated(exc, move)
+        error.__cause__ = None
+        return move, error, False
+
     def translated(self, exc: BaseException, move: Move) -> KvError:
         """A foreign exception as `TierUnavailable` caused by it."""
         name = self._tier.name
@@ -104,12 +157,13 @@ class Attempts:
         error.__cause__ = exc
         return error
 
-    def _note_bug(self) -> None:
+    def _note_bug(self, bug: Bug) -> None:
         with self._lock:
             self.num_bugs += 1
             first = self.num_bugs == 1
         if first:
-            text = traceback.format_exc()  # not the exception: a kept log record would keep buffers
+            # Not the exception: a kept log record would keep buffers.
+            text = "".join(traceback.format_exception(bug))
             _LOG.error("a bug in tier %r; further ones are only counted\n%s", self._tier.name, text)
 
 

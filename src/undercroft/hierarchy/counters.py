@@ -86,6 +86,8 @@ class Counters:
     evicted_chunks: Counter[str] = field(default_factory=Counter)
     dropped_chunks: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By (level, reason)."""
+    skipped_restores: Counter[str] = field(default_factory=Counter)
+    """Restores given up, or cut, since computing was predicted to be quicker; by level."""
     requests: Counter[str] = field(default_factory=Counter)
     """That began to run, by what became of their lookups."""
     self_check_warnings: Counter[str] = field(default_factory=Counter)

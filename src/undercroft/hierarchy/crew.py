@@ -7,26 +7,26 @@ from collections.abc import Callable
 from typing import Protocol
 
 from undercroft.clock import Clock
-from undercroft.hierarchy.moves import Move, MoveQueue, MoveState
+from undercroft.hierarchy.moves import Move, MoveQueue, Work
 from undercroft.hierarchy.outcome import Op
 
 __all__ = ["Crew", "Runner"]
 
 _READ = Op.READ
-_ABANDONED = MoveState.ABANDONED
+_MOST_AT_ONCE = 64
 _LOOK_AGAIN_S = 0.05
 """Longest real wait before a manual clock is asked again."""
 
 
 class Runner(Protocol):
-    """What a mover thread does with a move."""
+    """What a mover thread does with moves."""
 
-    def begin(self, move: Move) -> bool:
-        """Locked. `move` was just taken; False: it has ended instead."""
+    def begin(self, moves: list[Move]) -> Work | None:
+        """Locked. `moves`, of one kind, were just taken; None: they have ended instead."""
         ...
 
-    def serve(self, move: Move) -> None:
-        """Not locked; blocks. Run `move`, then tell `Crew.on_end`, locked."""
+    def serve(self, work: Work) -> None:
+        """Not locked; blocks. Run the moves, then tell `Crew.on_end`, locked."""
         ...
 
 
@@ -43,11 +43,12 @@ class Crew:
         name: What the threads' names begin with.
         num_threads: Threads that work.
         num_most: Bound on the threads there are, stuck ones included.
+        batch_bytes: How much of one kind a thread takes at once; 0: one move.
 
     Threads: methods marked "locked" are called with `lock` held.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one bound each
         self,
         queue: MoveQueue,
         lock: threading.Lock,
@@ -56,6 +57,7 @@ class Crew:
         name: str,
         num_threads: int,
         num_most: int,
+        batch_bytes: int = 0,
     ) -> None:
         self._queue = queue
         self._lock = lock
@@ -63,6 +65,7 @@ class Crew:
         self._name = name
         self._num_wanted = num_threads
         self._num_most = num_most
+        self._batch_bytes = batch_bytes
         self._settled = threading.Condition(lock)
         self._num_waiters = 0
         self._idle: list[threading.Lock] = []  # a thread sleeps until somebody releases its lock
@@ -121,18 +124,21 @@ class Crew:
             with self._lock:
                 self._gone(thread)
 
-    def on_stuck(self, move: Move) -> None:
-        """Locked. `move` was abandoned; its thread is still in it."""
+    def on_stuck(self, work: Work) -> None:
+        """Locked. A move of `work` was abandoned; the thread is still in it."""
+        if work.is_stuck:
+            return
+        work.is_stuck = True
         self.num_stuck += 1
-        if move.op is not _READ:
+        if work.op is not _READ:
             self._num_others -= 1
         self._nudge()
 
-    def on_end(self, move: Move) -> None:
-        """Locked. The thread of `move` is out of the tier; the move's state is still unchanged."""
-        if move.state is _ABANDONED:
+    def on_end(self, work: Work) -> None:
+        """Locked. The thread of `work` is out of the tier."""
+        if work.is_stuck:
             self.num_stuck -= 1
-        elif move.op is not _READ:
+        elif work.op is not _READ:
             self._num_others -= 1
         self.tell()
 
@@ -167,8 +173,8 @@ class Crew:
         bell.acquire()
         try:
             self._start_others()
-            while (move := self._take(bell)) is not None:
-                self._runner.serve(move)
+            while (work := self._take(bell)) is not None:
+                self._runner.serve(work)
         finally:
             with self._lock:
                 self._gone(threading.current_thread())
@@ -183,23 +189,30 @@ class Crew:
                 return
             self.start_one()
 
-    def _take(self, bell: threading.Lock) -> Move | None:
+    def _take(self, bell: threading.Lock) -> Work | None:
         while True:  # one round per hold of the lock, so that nobody waits for a long refusal
             with self._lock:
                 if self.closed or self.num_threads - self.num_stuck > self._num_wanted:
                     return None
                 move = self._queue.take(others_allowed=self._others_allowed())
                 if move is not None:
-                    if not self._runner.begin(move):
+                    work = self._runner.begin(self._with_more(move))
+                    if work is None:
                         continue
-                    if move.op is not _READ:
+                    if work.op is not _READ:
                         self._num_others += 1
                     self._nudge()
-                    return move
+                    return work
                 self._idle.append(bell)
                 if self._queue.has_new:  # added after `take` looked and before we could be seen
                     self._rouse()
             bell.acquire()
+
+    def _with_more(self, move: Move) -> list[Move]:
+        if not self._batch_bytes:
+            return [move]
+        most, max_bytes = _MOST_AT_ONCE - 1, self._batch_bytes
+        return [move, *self._queue.take_like(move, most=most, max_bytes=max_bytes)]
 
     def _others_allowed(self) -> bool:
         """Writes and deletes leave one thread to the reads, if there are several."""

@@ -17,6 +17,7 @@ from undercroft.hierarchy.closing import close_level, flush
 from undercroft.hierarchy.counters import NO_LEVEL, Counters
 from undercroft.hierarchy.events import LevelEvents
 from undercroft.hierarchy.fresh import Fresh
+from undercroft.hierarchy.holds import Holds
 from undercroft.hierarchy.level import Level
 from undercroft.hierarchy.loads import Loads
 from undercroft.hierarchy.outcome import Op
@@ -51,6 +52,7 @@ class Limits:
         shutdown_deadline_s: How long `close` may block.
         restore_share_ratio: The part of level 0 that restores may hold at once.
         max_cascade_waiting: Chunks that may wait for their turn to be copied down.
+        load_margin: See `undercroft.hierarchy.worth.Worth`.
     """
 
     promote_deadline_s: float = 2.0
@@ -58,6 +60,7 @@ class Limits:
     shutdown_deadline_s: float = 3.0
     restore_share_ratio: float = 1.0
     max_cascade_waiting: int = 65536
+    load_margin: float | None = 1.5
 
 
 class Hierarchy:
@@ -101,9 +104,9 @@ class Hierarchy:
         self._noticed_step = -1
         self._is_outdated = False
         self._asking: dict[str, Request] = {}
-        self._holders: dict[str, Request] = {}
         self._draining_until: list[tuple[int, list[int]]] = []
         self._num_ended_steps = 0
+        self.holds = Holds(self.pool)
         self.fresh = Fresh(self.pool)
         self.loads = Loads(self.pool, self.fresh, counters=counters, events=events)
         self.stores = Stores(
@@ -115,12 +118,13 @@ class Hierarchy:
             share_ratio=limits.restore_share_ratio,
             deadline_s=limits.promote_deadline_s,
             view_of=self.view,
-            hold=self._hold,
-            let_go=self._unhold,
+            hold=self.holds.add,
+            let_go=self.holds.drop,
             make_room=self.fresh.make_room,
             num_busy_slots=self._num_busy_slots,
             on_arrival=lambda key: self.events.add(LEVEL_0, key, removed=False),
             counters=counters,
+            load_margin=limits.load_margin,
         )
         self.ahead = Ahead(self.pool, self.restores)
         self.cascade = Cascade(
@@ -196,8 +200,7 @@ class Hierarchy:
 
     def _lookup_filling(self, key: ChunkKey, request: Request) -> Lookup:
         if request.denies(key) or self._expired(request):
-            level = self.restores.source_of(key) or LEVEL_0
-            return self._miss(key, request, level, "deadline")
+            return self._miss(key, request, *self.restores.why_not_here(key, request))
         self.restores.join(key, request)
         return self._pending(key, request, Answer.COMING)
 
@@ -208,7 +211,7 @@ class Hierarchy:
         if level is None:
             return self._miss(key, request, *self.restores.why_absent(key))
         if request.denies(key):
-            return self._miss(key, request, level.name, "not_restored")
+            return self._miss(key, request, level.name, request.why_denied)
         if key in request.promoted:
             return self._miss(key, request, level.name, "evicted_again")
         if self._expired(request):
@@ -225,42 +228,11 @@ class Hierarchy:
         """The level that `request`'s hit on `key` came from."""
         return request.promoted.get(key, LEVEL_0)
 
-    def _hold(self, request: Request, slot: int, key: ChunkKey) -> None:
-        self.pool.slots.pin(slot)
-        if not request.holds:
-            self._holders[request.id] = request
-        request.holds[slot] = key
-
-    def _hold_hits(self) -> None:
-        """Pin what this step's lookups found, before anything can be evicted."""
-        find, states = self.pool.find, self._states
-        for request in self._asking.values():
-            for key in request.unsettled_hits():
-                slot = find(key)
-                if slot >= 0 and states[slot] >= _READY and slot not in request.holds:
-                    self._hold(request, slot, key)
-
     def _book_lookups(self) -> None:
         """At the end of a step: count its hits, and forget who asked."""
         for request in self._asking.values():
             self.counters.lookup_hits += request.num_hits
         self._asking = {}
-
-    def _unhold(self, request: Request, slots: Sequence[int]) -> None:
-        for slot in slots:
-            if request.holds.pop(slot, None) is not None:
-                self.pool.unpin(slot)
-        if not request.holds:
-            self._holders.pop(request.id, None)
-
-    def _let_go(self, request: Request) -> None:
-        request.num_settled = len(request.asked)
-        if not request.holds:
-            return
-        holds, request.holds = request.holds, {}
-        self._holders.pop(request.id, None)
-        for slot in holds:
-            self.pool.unpin(slot)
 
     # --- loads --------------------------------------------------------------------------------
 
@@ -275,7 +247,7 @@ class Hierarchy:
             request.chain.extend(keys)
         self.restores.leave(request)
         request.deadline_s = None
-        self._let_go(request)
+        self.holds.drop_all(request)
         return slots
 
     def complete_load(self, keys: Iterable[ChunkKey], request: Request) -> None:
@@ -291,7 +263,7 @@ class Hierarchy:
         `keys` are offered in the engine's order; room is given in prefix order over all groups, so
         that what is accepted can be used. What is left out counts as done for this request.
         """
-        self._hold_hits()
+        self.holds.add_hits(self._asking.values())
         if self.levels:
             request.chain.extend(keys)
         return self.stores.prepare(keys, request)
@@ -316,7 +288,7 @@ class Hierarchy:
         """No more lookups, loads or stores will be prepared for `request`."""
         request.finished = True
         self.restores.leave(request)
-        self._let_go(request)
+        self.holds.drop_all(request)
         self._touch_if_over(request)
 
     def _touch_if_over(self, request: Request) -> None:
@@ -344,15 +316,15 @@ class Hierarchy:
         self.poll()
         now_s = self._clock.now_s()
         for request_id in scheduled:
-            holder = self._holders.get(request_id) or self._asking.get(request_id)
+            holder = self.holds.requests.get(request_id) or self._asking.get(request_id)
             if holder is not None:
-                self._let_go(holder)
+                self.holds.drop_all(holder)
             waiting = self.restores.find(request_id)
             if waiting is not None:
                 self.restores.leave(waiting)
                 waiting.deadline_s = None
         if self.restores.num_waiting:
-            self._hold_hits()
+            self.holds.add_hits(self._asking.values())
         self._book_lookups()
         self.fresh.settle_idle(self._step)
         self.fresh.advance_step()
@@ -361,10 +333,10 @@ class Hierarchy:
         self.touches.submit()
         self.cascade.submit()
         self.events.tell_found()
-        for request in list(self._holders.values()):
+        for request in list(self.holds.requests.values()):
             kept = request.queued and request.deadline_s is not None and now_s < request.deadline_s
             if not kept:
-                self._let_go(request)
+                self.holds.drop_all(request)
         self._notice_resets()
         self._step += 1
         is_outdated, self._is_outdated = self._is_outdated, False
@@ -395,7 +367,7 @@ class Hierarchy:
     def step_ended(self) -> None:
         """The workers have finished a step that was scheduled; called once per step's output."""
         self._num_ended_steps += 1
-        self._hold_hits()
+        self.holds.add_hits(self._asking.values())
         self.pool.evict_ahead()
         while self._draining_until and self._draining_until[0][0] <= self._num_ended_steps:
             for slot in self._draining_until.pop(0)[1]:
@@ -441,8 +413,8 @@ class Hierarchy:
     def _forget_all(self) -> None:
         self.cascade.clear_waiting()
         self.touches.clear()
-        for request in [*self._holders.values(), *self._asking.values()]:
-            self._let_go(request)
+        for request in [*self.holds.requests.values(), *self._asking.values()]:
+            self.holds.drop_all(request)
         for key, slot in list(self.pool.keys()):
             if self.pool.slots.states[slot] >= SlotState.READY:
                 self.events.add(LEVEL_0, key, removed=True)
@@ -455,8 +427,8 @@ class Hierarchy:
 
     def forget_jobs(self) -> None:
         """As `reset` for what the workers have under way only; what is stored stays."""
-        for request in [*self._holders.values(), *self._asking.values()]:
-            self._let_go(request)
+        for request in [*self.holds.requests.values(), *self._asking.values()]:
+            self.holds.drop_all(request)
         requests = [*self.stores.requests(), *self.loads.requests.values()]
         self._quarantine_worker_slots()
         for request in requests:

@@ -8,7 +8,7 @@ from enum import Enum
 from undercroft.hierarchy.outcome import Op
 from undercroft.keys import ChunkKey
 
-__all__ = ["Move", "MoveQueue", "MoveState"]
+__all__ = ["Move", "MoveQueue", "MoveState", "Work"]
 
 
 class MoveState(Enum):
@@ -37,10 +37,10 @@ class Move:
         "num_bytes",
         "op",
         "permit",
-        "started_s",
         "state",
         "submitted_s",
         "ticket",
+        "work",
     )
 
     def __init__(
@@ -56,10 +56,26 @@ class Move:
         self.state = _QUEUED
         self.ticket = 0
         self.submitted_s = 0.0
-        self.started_s = 0.0
         self.permit = 0
         self.before: Move | None = None
         self.after: Move | None = None
+        self.work: Work | None = None
+        """Of a running move."""
+
+
+class Work:
+    """Moves of one kind that a thread is in at once; lives until the thread is out of them all."""
+
+    __slots__ = ("is_stuck", "moves", "num_moved", "op", "started_s")
+
+    def __init__(self, op: Op, moves: list[Move], started_s: float) -> None:
+        self.op = op
+        self.moves = moves
+        self.started_s = started_s
+        self.num_moved = 0
+        """Bytes, so far."""
+        self.is_stuck = False
+        """One of them was abandoned while the thread was in it."""
 
 
 class _Lane:
@@ -115,6 +131,11 @@ class MoveQueue:
         return self._writes.num_in - self._writes.num_out
 
     @property
+    def read_bytes(self) -> int:
+        """Bytes of the reads that have not started."""
+        return self._reads.num_bytes_in - self._reads.num_bytes_out
+
+    @property
     def write_bytes(self) -> int:
         """Bytes of the writes that have not started."""
         return self._writes.num_bytes_in - self._writes.num_bytes_out
@@ -154,6 +175,28 @@ class MoveQueue:
             lane = self._next_other()
         else:
             return None
+        return self._pop(lane)
+
+    def take_like(self, first: Move, *, most: int, max_bytes: int) -> list[Move]:
+        """More moves of the kind of `first`, which was just taken, to be started with it.
+
+        Args:
+            first: What they are like.
+            most: How many.
+            max_bytes: Bound on the bytes of all, `first` included.
+        """
+        lane = self._lane(first)
+        num_more = min(len(lane.ready), most)
+        left_bytes = max_bytes - first.num_bytes
+        taken: list[Move] = []
+        while len(taken) < num_more:
+            left_bytes -= next(iter(lane.ready.values())).num_bytes
+            if left_bytes < 0:
+                break
+            taken.append(self._pop(lane))
+        return taken
+
+    def _pop(self, lane: _Lane) -> Move:
         _, move = lane.ready.popitem(last=False)
         lane.num_out += 1
         lane.num_bytes_out += move.num_bytes

@@ -21,6 +21,7 @@ from undercroft.errors import Bug, ConfigError, KvError, TierClosed
 from undercroft.hierarchy.region_control import Control, check_limits, seat_name
 from undercroft.hierarchy.region_entry import Entrance, Growth, RegionConfig
 from undercroft.hierarchy.rendezvous import SeatLock, region_path
+from undercroft.tiers.base import SharedMemory
 
 __all__ = ["Region", "RegionConfig"]
 
@@ -109,6 +110,10 @@ class Region:
         except BaseException:
             lock.leave()
             raise
+
+    def memory(self) -> SharedMemory:
+        """Where `buffer` lies, for others to map."""
+        return SharedMemory(self._lock.fd, self._config.shape.body_offset, self.buffer)
 
     def ready_bytes(self) -> int:
         """Length of the buffer's prefix whose pages exist. It grows, at most to all of it.

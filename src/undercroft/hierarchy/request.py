@@ -100,12 +100,14 @@ class Request:
         "num_promoted_before",
         "num_settled",
         "num_storing",
+        "num_weighed",
         "offered_below",
         "position_of",
         "promoted",
         "queued",
         "queued_s",
         "step",
+        "why_denied",
     )
 
     def __init__(
@@ -136,6 +138,8 @@ class Request:
         """Keys read from a lower level for this request, and the level's name."""
         self.denied: set[ChunkKey] = set()
         """Keys this request is told MISS for, whatever a lower level may have."""
+        # Why those are misses whose read did not fail; how often reading was weighed for it.
+        self.why_denied, self.num_weighed = "not_restored", 0
         self.failed_reads: dict[ChunkKey, tuple[str, str]] = {}
         """Those of them whose read failed: the level, and why that is a miss."""
         self.limits: dict[object, int] = {}
@@ -151,10 +155,9 @@ class Request:
         self.num_storing, self.is_known = 0, False  # known: it has offered chunks; the adapter's
         self.offered_below: set[ChunkKey] = set()
         """Keys whose one offer to choosy lower levels this request has made."""
-        self.queued = False
+        self.queued = self.finished = False
         self.queued_s = 0.0
         """When it began to wait for lower levels, if it is queued."""
-        self.finished = False
 
     def begin_step(self, step: int) -> None:
         """Forget the lookups of earlier steps."""

@@ -27,6 +27,8 @@ from undercroft.hierarchy.level import Level
 from undercroft.hierarchy.outcome import Done, Op
 from undercroft.hierarchy.pool import Pool
 from undercroft.hierarchy.request import Answer, Request, Walk
+from undercroft.hierarchy.stores import LEVEL_0
+from undercroft.hierarchy.worth import PROBE_CHUNKS, Worth
 from undercroft.keys import ChunkKey
 
 __all__ = ["MOST_DEADLINES", "Restores"]
@@ -34,6 +36,7 @@ __all__ = ["MOST_DEADLINES", "Restores"]
 MOST_DEADLINES = 4
 """However slow a tier is predicted to be, reads may take no more than so many deadlines: what it
 showed may have been a hiccup, and recomputing would have been quicker by then."""
+_MAX_WEIGHED = 3
 
 
 @dataclass(slots=True)
@@ -57,6 +60,7 @@ class Restores:
         make_room: Makes evictable what requests other than the named one keep for themselves.
         num_busy_slots: Slots that stores, loads and cascades will let go of by themselves.
         on_arrival: Told each chunk that is readable in level 0 from now on.
+        load_margin: See `Worth`.
     """
 
     def __init__(  # noqa: PLR0913 - wired once, by the hierarchy
@@ -73,6 +77,7 @@ class Restores:
         num_busy_slots: Callable[[], int],
         on_arrival: Callable[[ChunkKey], None],
         counters: Counters,
+        load_margin: float | None = None,
     ) -> None:
         self._pool = pool
         self._levels = levels
@@ -90,6 +95,11 @@ class Restores:
         self._by_key: dict[ChunkKey, _Promotion] = {}
         self._late: dict[tuple[str, int], int] = {}
         self._usable: list[Level] = []
+        self.worth = Worth(
+            load_margin,
+            level_of=self._level_of,
+            bytes_of=lambda key: pool.slots.slot_bytes[pool.class_of(key)],
+        )
         self.refresh()
 
     def __len__(self) -> int:
@@ -124,6 +134,12 @@ class Restores:
         """The level that a chunk is being read from; empty if it is not."""
         promotion = self._by_key.get(key)
         return promotion.level.name if promotion is not None else ""
+
+    def why_not_here(self, key: ChunkKey, request: Request) -> tuple[str, str]:
+        """Of a key that is on its way, but not for `request`: from which level, and why not."""
+        level = self.source_of(key)
+        is_skipped = level and request.why_denied == "too_slow" and request.denies(key)
+        return level or LEVEL_0, "too_slow" if is_skipped else "deadline"
 
     def refresh(self) -> None:
         """Look again which levels may be asked; once a step is enough."""
@@ -162,6 +178,8 @@ class Restores:
             if request.step != step:
                 continue
             wanted = self._wanted(request)
+            if wanted is not None:
+                wanted = self._worthwhile(request, wanted, now_s)
             if not wanted:
                 continue
             fits = self._fits_by(request, wanted, now_s)
@@ -178,26 +196,80 @@ class Restores:
     def read_ahead(self, scout: Request, now_s: float) -> None:
         """Read what `scout` noted, whole or not at all, for nobody in particular yet."""
         wanted = self._wanted(scout)
-        twice = {size_class: 2 * count for size_class, count in self._by_class(wanted).items()}
-        if wanted and self._fits(twice):
-            self._start(scout, wanted, now_s)
+        if wanted and self._end_worthwhile(scout, wanted) is None:
+            self._read_for_nobody(scout, wanted, now_s)
 
-    def _wanted(self, request: Request) -> list[ChunkKey]:
-        """Keys to read so that the walks of this step end in hits; empty if they cannot."""
+    def _read_for_nobody(self, scout: Request, keys: list[ChunkKey], now_s: float) -> None:
+        twice = {size_class: 2 * count for size_class, count in self._by_class(keys).items()}
+        if self._fits(twice):
+            self._start(scout, keys, now_s)
+
+    def _end_worthwhile(self, request: Request, wanted: Sequence[ChunkKey]) -> int | None:
+        counts = self._by_class(wanted)
+        num_bytes = sum(n * self._pool.slots.slot_bytes[c] for c, n in counts.items())
+        return self.worth.end_of(request, num_bytes, self._usable)
+
+    def _worthwhile(
+        self, request: Request, wanted: list[ChunkKey], now_s: float
+    ) -> list[ChunkKey] | None:
+        """Those of `wanted` whose reading is predicted to pay; asked once, unless groups are cut.
+
+        None: it is walked again in the next step, over what is left.
+        """
+        if request.num_weighed >= _MAX_WEIGHED:
+            return wanted
+        request.num_weighed += 1
+        end = self._end_worthwhile(request, wanted)
+        if end is None:
+            request.num_weighed = _MAX_WEIGHED
+            return wanted
+        request.why_denied = "too_slow"
+        if not (end and cut_at(request, end)):
+            deny_all(request)
+        position_of = request.position_of
+        given_up = [key for key in wanted if (position_of(key) or 0) > end]
+        request.denied.update(given_up)
+        slow = self._level_of(given_up[0]) if given_up else None
+        if slow is not None:
+            self._counters.skipped_restores[slow.name] += 1
+            self._probe(slow, request, given_up, now_s)
+        if len(request.walks) > 1:
+            return None
+        request.num_weighed = _MAX_WEIGHED
+        return [key for key in wanted if (position_of(key) or 0) <= end]
+
+    def _probe(self, level: Level, request: Request, keys: list[ChunkKey], now_s: float) -> None:
+        """Now and then read a little that nobody waits for: the level may be quicker by now."""
+        largest = max(self._pool.slots.slot_bytes)
+        if self.worth.probes(level, largest, now_s):
+            scout = Request(f"{request.id} (probe)", request.position_of, request.group_of)
+            scout.deadline_s = now_s + MOST_DEADLINES * self.deadline_s
+            probed = [key for key in keys if self.level_with(key) is level]
+            self._read_for_nobody(scout, probed[:PROBE_CHUNKS], now_s)
+
+    def _level_of(self, key: ChunkKey) -> Level | None:
+        """The level that `key` is being read from, or would be."""
+        promotion = self._by_key.get(key)
+        if promotion is not None:
+            return promotion.level
+        return self.level_with(key) if self._pool.find(key) < 0 else None
+
+    def _wanted(self, request: Request) -> list[ChunkKey] | None:
+        """Keys to read so that the walks of this step end in hits; None if they cannot."""
         wanted: list[ChunkKey] = []
         position_of = request.position_of
         for walk in request.walks.values():
             usable = walk.usable(position_of)
             if not usable:
-                return []
+                return None
             wanted += [walk.keys[i] for i in usable if walk.answers[i] == Answer.BELOW]
         if len(request.walks) > 1:
             end = common_end(request)
             if end is not None and end < least_end(list(request.walks.values()), position_of):
                 deny_all(request)
-                return []
+                return None
             if end is not None and cut_at(request, end):
-                return []  # walked again in the next step, over what all groups can have
+                return None  # walked again in the next step, over what all groups can have
         return [key for key in dict.fromkeys(wanted) if self._pool.find(key) < 0]
 
     def _fits_by(self, request: Request, keys: Sequence[ChunkKey], now_s: float) -> bool:
@@ -339,7 +411,7 @@ class Restores:
             request.num_promoted_before = len(request.promoted)
             predicted_s = 0.0
             for promotion in started:
-                s_per_byte = promotion.level.transfers.s_per_byte(Op.READ) or 0.0
+                s_per_byte = promotion.level.transfers.speeds.average(Op.READ) or 0.0
                 predicted_s += s_per_byte * self._pool.slots.size(promotion.slot)
             most_s = MOST_DEADLINES * self.deadline_s
             deadline_s = now_s + min(most_s, max(self.deadline_s, 2 * predicted_s))

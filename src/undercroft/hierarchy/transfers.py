@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
@@ -21,11 +21,13 @@ from undercroft.errors import (
     KvError,
     TierFull,
 )
-from undercroft.hierarchy.attempts import Attempts
+from undercroft.hierarchy.attempts import Attempts, Ended
+from undercroft.hierarchy.bounds import TransferLimits
 from undercroft.hierarchy.breaker import Breaker
 from undercroft.hierarchy.crew import Crew
-from undercroft.hierarchy.moves import Move, MoveQueue, MoveState
+from undercroft.hierarchy.moves import Move, MoveQueue, MoveState, Work
 from undercroft.hierarchy.outcome import Done, Op, Outcome, StandingErrors
+from undercroft.hierarchy.speed import Speeds
 from undercroft.keys import ChunkKey
 from undercroft.tiers.base import Tier
 
@@ -37,32 +39,8 @@ _READ, _WRITE, _DELETE = Op.READ, Op.WRITE, Op.DELETE
 _QUEUED, _RUNNING = MoveState.QUEUED, MoveState.RUNNING
 _ABANDONED, _ENDED = MoveState.ABANDONED, MoveState.ENDED
 _ANSWERS = (CorruptChunk, FormatTooNew, TierFull)
-_SPEED_WEIGHT = 0.1
 _STALE_DEADLINES = 1024
 _LEAST_PATIENCE_S, _MOST_PATIENCE_S = 2.0, 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class TransferLimits:
-    """Bounds that seldom need a change.
-
-    Args:
-        num_extra_threads: Replacements for threads that hang; None: as many as `num_threads`.
-        retry_pause_s: Wait before the first retry; doubled before each further one.
-        delete_timeout_s: Deadline of a delete, from submission.
-        max_in_a_row: Reads that may pass waiting writes and deletes in a row.
-        failures_to_open: Consecutive failures that open the breaker.
-        first_pause_s: How long the breaker stays open the first time.
-        max_pause_s: The longest it stays open.
-    """
-
-    num_extra_threads: int | None = None
-    retry_pause_s: float = 0.05
-    delete_timeout_s: float = 10.0
-    max_in_a_row: int = 16
-    failures_to_open: int = 5
-    first_pause_s: float = 1.0
-    max_pause_s: float = 60.0
 
 
 class Transfers:
@@ -119,6 +97,13 @@ class Transfers:
         )
         self._queue = MoveQueue(max_in_a_row=limits.max_in_a_row)
         self._lock = threading.Lock()
+        self._attempts = Attempts(
+            tier,
+            clock=clock,
+            retries=retries,
+            pause_s=limits.retry_pause_s,
+            give_up=lambda: self._crew.closed,
+        )
         self._crew = Crew(
             self._queue,
             self._lock,
@@ -126,13 +111,7 @@ class Transfers:
             name=f"undercroft-{tier.name}",
             num_threads=num_threads,
             num_most=num_threads + (num_threads if extra is None else extra),
-        )
-        self._attempts = Attempts(
-            tier,
-            clock=clock,
-            retries=retries,
-            pause_s=limits.retry_pause_s,
-            give_up=lambda: self._crew.closed,
+            batch_bytes=self._attempts.batch_bytes,
         )
         self._moves: dict[int, Move] = {}
         self._deadlines: list[tuple[float, int]] = []
@@ -142,7 +121,7 @@ class Transfers:
         self.num_threads = num_threads
         self._num_running = 0
         self._hope_ends_s = float("-inf")
-        self._s_per_byte: dict[Op, float] = {}
+        self.speeds = Speeds()
         self._closer: threading.Thread | None = None
         self._tier_closed = False
         self.num_late = 0
@@ -260,7 +239,9 @@ class Transfers:
 
     def _abandon(self, move: Move, now_s: float) -> None:
         move.state = _ABANDONED
-        self._crew.on_stuck(move)
+        if move.work is not None:
+            self.speeds.overdue(move.op, now_s - move.work.started_s, move.num_bytes)
+            self._crew.on_stuck(move.work)
         self._breaker.on_failure(move.permit, now_s)
 
     # --- state --------------------------------------------------------------------------------
@@ -292,7 +273,7 @@ class Transfers:
 
     def _hope_for(self, move: Move, now_s: float) -> None:
         """A thread turns to `move`: until when its end is worth waiting for."""
-        patience_s = 4 * move.num_bytes * self._s_per_byte.get(move.op, 0.0)
+        patience_s = 4 * move.num_bytes * (self.speeds.average(move.op) or 0.0)
         patience_s = min(max(patience_s, _LEAST_PATIENCE_S), _MOST_PATIENCE_S)
         self._hope_ends_s = max(self._hope_ends_s, now_s + patience_s)
 
@@ -300,6 +281,11 @@ class Transfers:
     def num_queued_reads(self) -> int:
         """Reads that have not started."""
         return self._queue.num_reads
+
+    @property
+    def queued_read_bytes(self) -> int:
+        """Bytes of the reads that have not started."""
+        return self._queue.read_bytes
 
     @property
     def num_queued_writes(self) -> int:
@@ -323,7 +309,7 @@ class Transfers:
 
     @property
     def num_stuck(self) -> int:
-        """Moves past their deadline that a thread is still in."""
+        """Threads that are still in a move past its deadline."""
         return self._crew.num_stuck
 
     @property
@@ -335,14 +321,6 @@ class Transfers:
     def num_retries(self) -> int:
         """Tries beyond the first."""
         return self._attempts.num_retries
-
-    def s_per_byte(self, op: Op) -> float | None:
-        """Seconds per byte that one thread needs, moving average; None: nothing seen yet.
-
-        Of what was served. A call that hangs says nothing of speed: it would make whoever asks how
-        long to wait wait for the next one all the longer.
-        """
-        return self._s_per_byte.get(op)
 
     # --- ending -------------------------------------------------------------------------------
 
@@ -435,9 +413,17 @@ class Transfers:
 
     # --- on the mover threads -----------------------------------------------------------------
 
-    def begin(self, move: Move) -> bool:
+    def begin(self, moves: list[Move]) -> Work | None:
         """See `Runner.begin`."""
         now_s = self._clock.now_s()
+        work = Work(moves[0].op, [move for move in moves if self._begin(move, now_s)], now_s)
+        for move in work.moves:
+            move.work = work
+        if len(work.moves) < len(moves):
+            self._crew.tell()
+        return work if work.moves else None
+
+    def _begin(self, move: Move, now_s: float) -> bool:
         error: KvError | None = None
         if now_s >= move.deadline_s:
             error = self._errors.not_started
@@ -445,7 +431,6 @@ class Transfers:
             permit = self._breaker.admit(now_s)
             if permit is not None:
                 move.state = _RUNNING
-                move.started_s = now_s
                 move.permit = permit
                 self._num_running += 1
                 self._hope_for(move, now_s)
@@ -454,43 +439,60 @@ class Transfers:
         self._queue.leave(move)
         del self._moves[move.ticket]
         self._report(move, error, now_s)
-        self._crew.tell()
         return False
 
-    def serve(self, move: Move) -> None:
+    def serve(self, work: Work) -> None:
         """See `Runner.serve`."""
+        attempts, left = self._attempts, dict.fromkeys(work.moves)
+        again: list[tuple[Move, KvError | None]] = []
         try:
-            error, moved = self._attempts.perform(move)
-        except BaseException as exc:  # the thread dies of it, and says so; the ticket still ends
-            error = self._attempts.translated(exc, move)
-            error.__cause__ = None
-            self._finish(move, error, moved=False)
+            for ends in attempts.perform(work.moves):
+                over: list[Ended] = []
+                for move, error, moved in ends:
+                    if attempts.may_go_on(error, move):
+                        again.append((move, error))
+                    else:
+                        over.append((move, error, moved))
+                self._finish(work, left, over)
+            for move, error in again:
+                self._finish(work, left, [(move, *attempts.go_on(error, move))])
+        except BaseException as exc:  # the thread dies of it, and says so; the tickets still end
+            self._finish(work, left, [attempts.lost(move, exc) for move in left])
             raise
-        self._finish(move, error, moved=moved)
 
-    def _finish(self, move: Move, error: KvError | None, *, moved: bool) -> None:
+    def _finish(self, work: Work, left: dict[Move, None], ends: Sequence[Ended]) -> None:
+        """These moves of `work` are over, and with the last of `left` all of it."""
+        if not ends:
+            return
         now_s = self._clock.now_s()
+        num_moved = sum(move.num_bytes for move, error, moved in ends if moved and error is None)
         with self._lock:
-            self._num_running -= 1
-            self._queue.leave(move)
-            self._crew.on_end(move)
-            if move.state is _ABANDONED:
-                self.num_late += 1
-                if move.buffer is not None:
-                    self._released.append(move.ticket)
-                move.buffer = None
-                return
-            del self._moves[move.ticket]
-            if error is None:
-                self._breaker.on_success(move.permit)
-                if move.num_bytes and moved:
-                    self._see_speed(move.op, (now_s - move.started_s) / move.num_bytes)
-            elif isinstance(error, _ANSWERS):
-                self._breaker.on_answer(move.permit)
+            for move, error, moved in ends:
+                del left[move]
+                self._num_running -= 1
+                self._queue.leave(move)
+                self._end(move, error, now_s, moved=moved)
+            work.num_moved += num_moved
+            if not left:
+                if work.num_moved:
+                    self.speeds.served(work.op, now_s - work.started_s, work.num_moved)
+                self._crew.on_end(work)
             else:
-                self._breaker.on_failure(move.permit, now_s)
-            self._report(move, error, now_s, moved=moved)
+                self._crew.tell()
 
-    def _see_speed(self, op: Op, s_per_byte: float) -> None:
-        before = self._s_per_byte.get(op, s_per_byte)
-        self._s_per_byte[op] = before + _SPEED_WEIGHT * (s_per_byte - before)
+    def _end(self, move: Move, error: KvError | None, now_s: float, *, moved: bool) -> None:
+        move.work = None
+        if move.state is _ABANDONED:
+            self.num_late += 1
+            if move.buffer is not None:
+                self._released.append(move.ticket)
+            move.buffer = None
+            return
+        del self._moves[move.ticket]
+        if error is None:
+            self._breaker.on_success(move.permit)
+        elif isinstance(error, _ANSWERS):
+            self._breaker.on_answer(move.permit)
+        else:
+            self._breaker.on_failure(move.permit, now_s)
+        self._report(move, error, now_s, moved=moved)

@@ -77,6 +77,8 @@ class Settings:
         self_describing_kv_events: Events carry token ids and parent hashes.
         lookup_deadline_s: See `undercroft.settings.schema.KEYS`, as for those that follow.
         promote_deadline_s: The same.
+        load_only_if_faster: The same.
+        load_margin: The same.
         drain_deadline_s: The same.
         shutdown_deadline_s: The same.
         open_deadline_s: The same.
@@ -98,6 +100,8 @@ class Settings:
     self_describing_kv_events: bool = False
     lookup_deadline_s: float = 0.020
     promote_deadline_s: float = 2.0
+    load_only_if_faster: bool = True
+    load_margin: float = 1.5
     drain_deadline_s: float = 1.0
     shutdown_deadline_s: float = 3.0
     open_deadline_s: float = 60.0

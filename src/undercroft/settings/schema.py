@@ -23,6 +23,7 @@ __all__ = [
     "Kind",
     "an_object",
     "anything",
+    "at_least_one",
     "capacity",
     "chosen",
     "count",
@@ -120,6 +121,14 @@ def seconds(value: object, where: str) -> float:
     return number
 
 
+def at_least_one(value: object, where: str) -> float:
+    """A factor, >= 1."""
+    number = _number(value)
+    if number is None or number < 1:
+        raise ConfigError(f"{where} is {value!r}, but must be a number >= 1")
+    return number
+
+
 def ratio(value: object, where: str) -> float:
     """A share, in (0, 1]."""
     number = _number(value)
@@ -212,6 +221,13 @@ KEYS: Mapping[str, Key] = _table(
     ),
     Key("lookup_deadline_s", seconds, "0.02", "Longest wait for a remote tier to answer a lookup."),
     Key("promote_deadline_s", seconds, "2", "Longest wait for a chunk to come up from a tier."),
+    Key(
+        "load_only_if_faster",
+        flag,
+        "true",
+        "Compute what a tier is predicted to bring up more slowly than the engine computes it.",
+    ),
+    Key("load_margin", at_least_one, "1.5", "How many times more slowly, before that is done."),
     Key("drain_deadline_s", seconds, "1", "Longest wait for lower levels to take a reset."),
     Key("shutdown_deadline_s", seconds, "3", "Longest wait for transfers under way at the end."),
     Key("open_deadline_s", seconds, "60", "Longest wait for a tier to open at the start."),
@@ -267,6 +283,12 @@ TIER_OPTIONS: Mapping[str, Mapping[str, Key]] = {
         ),
         Key(
             "direct", flag, "where possible", "Bypass the page cache where the file system lets us."
+        ),
+        Key(
+            "mover_process",
+            flag,
+            "false",
+            "Read and write in a process of the tier's own, rather than in the engine's.",
         ),
     ),
     FAULTY: _table(

@@ -7,7 +7,7 @@ the hierarchy. A tier only moves bytes, and is right or says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -15,13 +15,16 @@ from undercroft.keys import ChunkKey
 
 __all__ = [
     "Allowance",
+    "Batched",
     "Bounded",
     "Budgeted",
     "Described",
+    "Ends",
     "Epochal",
     "Following",
     "Indexed",
     "Owing",
+    "SharedMemory",
     "Tier",
 ]
 
@@ -31,7 +34,7 @@ class Tier(Protocol):
     """Where chunks of one namespace live below level 0.
 
     Made once per engine, with what its constructor names of `name`, `namespace`, `capacity_bytes`,
-    `clock`, `num_replicas`, and with the user's options.
+    `clock`, `num_replicas`, `memory` (`SharedMemory` or None), and with the user's options.
 
     Buffers are contiguous uint8 views. Their length is the chunk's length; the hierarchy passes
     whole slots (4 KiB-aligned address, length a multiple of 4 KiB), others may pass anything.
@@ -75,6 +78,39 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Give everything back; twice is fine. Verbs then raise `TierClosed`."""
+        ...
+
+
+Ends = list[tuple[int, "bool | Exception"]]
+"""Of some chunks of a call: which by its index, and what a single verb would have returned; what it
+would have raised is here returned, too."""
+
+
+@runtime_checkable
+class Batched(Protocol):
+    """A tier that moves several chunks in one call for less than as many calls cost.
+
+    Each chunk has an end of its own: what the single verb would have come to. Ends are given as
+    they come, in any order, so that a chunk that hangs holds up no other; each chunk has one, also
+    if all fails. The chunks of a call have different keys. Threads: as the single verbs; the call
+    is over when the iterator is.
+    """
+
+    batch_bytes: int
+    """How many bytes a call is worth at most; 0: one chunk a call, whatever its size."""
+
+    def read_many(self, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> Iterator[Ends]:
+        """As `Tier.read_into` for each."""
+        ...
+
+    def write_many(
+        self, given: Sequence[tuple[ChunkKey, memoryview, int | None]]
+    ) -> Iterator[Ends]:
+        """As `Epochal.write_in_epoch` for each; None: whatever the epoch is."""
+        ...
+
+    def delete_many(self, keys: Sequence[ChunkKey]) -> Iterator[Ends]:
+        """As `Tier.delete` for each."""
         ...
 
 
@@ -185,6 +221,21 @@ class Following(Protocol):
         Scheduler thread; no I/O; cheap when there are none; a thousand or so a call.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """The file that level 0 lies in, for a tier whose bytes another process of its own moves.
+
+    Args:
+        fd: Of the file; valid while the tier is being made.
+        offset: Where in it `buffer` begins, in bytes.
+        buffer: All of level 0, as it is mapped here.
+    """
+
+    fd: int
+    offset: int
+    buffer: memoryview
 
 
 @dataclass(frozen=True, slots=True)

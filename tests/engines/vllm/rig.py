@@ -86,7 +86,8 @@ class Rig:
             changes["kv_events_config"] = SimpleNamespace(enable_kv_cache_events=True)
         changes.setdefault("cache_config__kv_cache_layout", layout)
         if extra.get("tiers"):  # a busy machine must make nothing late
-            extra = {"promote_deadline_s": 60.0, "drain_deadline_s": 20.0, **extra}
+            patience = {"promote_deadline_s": 60.0, "drain_deadline_s": 20.0}
+            extra = {**patience, "load_only_if_faster": False, **extra}
         self.config = engine_config({**OURS, **extra}, **changes)
         self.tensors = {
             f"g{g}.layer{i}": torch.zeros(

@@ -78,14 +78,14 @@ def test_the_plain_connector_reads_at_the_first_lookup_only(tmp_path):
 
 
 def test_only_the_head_of_the_queue_is_looked_at(tmp_path):
-    """However long the queue: four of it, one walk a step."""
+    """However long the queue: four of it, in the step after they came."""
     primed(tmp_path, range(1, 9))
     with running(extra(tmp_path), connector=UndercroftConnector, num_blocks=24) as rig:
         rig.submit(prompt(9, 256), num_decode=100)
         rig.step()
         queued = [rig.submit([*prompt(label, TOKENS), 5]) for label in range(1, 9)]
         rig.step()
-        assert len(rig.hierarchy.restores) <= NUM_CHUNKS
+        assert NUM_CHUNKS < len(rig.hierarchy.restores) <= 4 * NUM_CHUNKS
         for _ in range(30):
             rig.await_movers()
             rig.step()

@@ -355,7 +355,7 @@ def census(rig: Rig) -> dict[str, int]:
         "draining": states.count(SlotState.DRAINING),
         "fresh": states.count(SlotState.FRESH),
         "requests": len(rig.manager._requests),
-        "holders": len(hierarchy._holders),
+        "holders": len(hierarchy.holds.requests),
         "loads": len(hierarchy.loads),
         "stores": len(hierarchy.stores),
         "restores": len(hierarchy.restores),

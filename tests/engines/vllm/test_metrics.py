@@ -218,6 +218,7 @@ def reasons_in_the_source():
     misses |= set(re.findall(r'return (?:level\.name|NO_LEVEL), "(\w+)"', text))
     for pair in re.findall(r'why = \(level\.name, "(\w+)" if .* else "(\w+)"\)', text):
         misses |= set(pair)
+    misses |= set(re.findall(r'why_denied(?:, [\w.]+)? = "(\w+)"', text))
     declined = set(re.findall(r'(?:_decline|decline_waiting)\("(\w+)"', text))
     declined |= set(re.findall(r'declined(?:_chunks)?\[[^\]]*"(\w+)"\]', text))
     dropped = set(re.findall(r'dropped_chunks\[[^\]]*"(\w+)"\]', text))

@@ -131,7 +131,7 @@ def test_what_the_ring_left_out_is_found_after_a_second_of_quiet(tmp_path: Path)
     reader = disk(tmp_path, files=tables, clock=clock)
     segment, slot, _ = reader._holdings.pin(key(3)) or pytest.fail("not followed")
     reader._holdings.forget(key(3), segment, slot)
-    reader._leave(segment, slot)
+    reader._chunks._leave(segment, slot)
     for _ in range(4):
         clock.t += 1.01
         assert seen(reader, range(4)) == [0, 1, 2]

@@ -15,6 +15,8 @@ import pytest
 from undercroft.errors import ConfigError, CorruptChunk, TierClosed, TierFull
 from undercroft.keys import ChunkKey, Namespace
 from undercroft.tiers.base import Bounded, Epochal, Indexed, Tier
+from undercroft.tiers.disk.items import Read
+from undercroft.tiers.disk.wire import Verb
 
 from .support import ManualClock, content, disk, du, files, get, key, open_files, put, right
 
@@ -366,9 +368,10 @@ def test_no_slot_is_reused_under_its_reader(tmp_path: Path) -> None:
     with pytest.raises(TierFull):
         put(tier, 100)
     out = bytearray(4096)
-    assert tier._read(segment, slot, epoch, key(0), memoryview(out))
+    read = Read(key(0), segment, slot, epoch, memoryview(out))
+    assert list(tier._chunks._moved({0: read}, Verb.READ)) == [[(0, None)]]
     assert bytes(out) == content(key(0))
-    tier._leave(segment, slot)
+    tier._chunks._leave(segment, slot)
     assert tier.free_chunks(4096) == 1
     put(tier, 100)
     assert right(tier, 100)

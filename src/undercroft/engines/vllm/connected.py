@@ -146,6 +146,14 @@ class ConnectedManager(UndercroftManager):
         except Exception:  # noqa: BLE001 - engine internals are read here, and they move
             self.check.end()
 
+    @safe(lambda: None)
+    def step_computes(self, prompts: Iterable[tuple[int, int]]) -> None:
+        """What the step just scheduled computes of prompts: first tokens, and how many."""
+        pace = self._tally.pace
+        pace.is_told = True
+        for first, num_tokens in prompts:
+            pace.computed(num_tokens, first)
+
     # --- loads that failed --------------------------------------------------------------------
 
     @safe(lambda: None)

@@ -54,6 +54,9 @@ _PLAIN = "UndercroftSpec"
 _MAX_FAILED_LOADS = 3
 """Loads of one request that may fail before it is computed without another try: from host memory,
 from below, and of the rest."""
+_LEAST_PROMPT_TOKENS = 16
+_MAX_HASHES_A_STEP = 1024
+"""Of queued requests, after which no further one is looked at in the same step: 1-2 ms."""
 _MAX_LOOKED_AHEAD = 4
 """Queued requests, from the head of the queue on, whose chunks are read ahead."""
 
@@ -93,6 +96,24 @@ def _filled_in(config: VllmConfig) -> VllmConfig:
     return filled
 
 
+def _prompts_in(output: SchedulerOutput) -> list[tuple[int, int]]:
+    """Of each request that computes many tokens in a step: the first of them, and how many.
+
+    Few may be a decode, speculative tokens included. O(1) for a step that only decodes.
+    """
+    num_tokens = output.num_scheduled_tokens
+    if output.total_num_scheduled_tokens < len(num_tokens) + _LEAST_PROMPT_TOKENS:
+        return []
+    cached = output.scheduled_cached_reqs
+    firsts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    firsts |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    return [
+        (firsts.get(request_id, 0), count)
+        for request_id, count in num_tokens.items()
+        if count >= _LEAST_PROMPT_TOKENS
+    ]
+
+
 class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped here
     """Names Undercroft to vLLM: `kv_connector`; settings are in `kv_connector_extra_config`.
 
@@ -117,6 +138,7 @@ class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped 
         self._queued: dict[str, Request] = {}
         self._looked_ahead: set[str] = set()
         self._looks_ahead = True
+        self._sees_steps = True
 
     @classmethod
     @override
@@ -271,7 +293,14 @@ class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped 
             except Exception:  # noqa: BLE001 - engine internals are read here, and they move
                 self._looks_ahead = False
                 _LOG.exception("fault while looking ahead; this engine does so no more")
-        return super().build_connector_meta(self._without_loading(scheduler_output))
+        meta = super().build_connector_meta(self._without_loading(scheduler_output))
+        if self._sees_steps:
+            try:
+                self._manager.step_computes(_prompts_in(scheduler_output))
+            except Exception:  # noqa: BLE001 - as above
+                self._sees_steps = False
+                _LOG.exception("fault while looking at a step; its prefill speed is not known")
+        return meta
 
     def _without_loading(self, output: SchedulerOutput) -> SchedulerOutput:
         """`output`, in which no request that loads counts as preempted.
@@ -286,7 +315,11 @@ class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped 
         return dataclasses.replace(output, preempted_req_ids=preempted - loading)
 
     def _look_ahead(self) -> None:
-        """Have the chunks of one queued request brought up; one walk over its keys a step."""
+        """Have the chunks of queued requests brought up, once each.
+
+        One walk over a request's keys a step, and more as long as all are short together.
+        """
+        num_left = _MAX_HASHES_A_STEP
         for request in islice(self._queued.values(), _MAX_LOOKED_AHEAD):
             if request.request_id in self._looked_ahead:
                 continue
@@ -294,7 +327,9 @@ class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped 
             with self._manager.looking_ahead(request.request_id) as can:
                 if can and not request.skip_reading_prefix_cache:
                     super().get_num_new_matched_tokens(request, self._num_tokens_here(request))
-            return
+            num_left -= len(request.block_hashes)
+            if num_left <= 0:
+                return
 
     def _num_tokens_here(self, request: Request) -> int:
         """The prefix that the engine's own cache has, in whole blocks; nothing is read for it."""

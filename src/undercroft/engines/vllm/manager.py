@@ -132,6 +132,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         self._log = SparingLog(_LOG, SystemClock())
         self._tally = tally
         self._stats = StepStats(hierarchy, tally.pace)
+        hierarchy.restores.worth.compute_s = tally.pace.seconds_of
         self._requests: dict[str, Request] = {}
         self._group_of = _group_of if len(group_ids) > 1 else None
         names = self._group_ids if self._group_of else [None]

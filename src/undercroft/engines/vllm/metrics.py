@@ -40,7 +40,14 @@ PREFIX = "vllm:undercroft_"
 MISS_REASONS = {
     NO_LEVEL: ("absent",),
     LEVEL_0: ("deadline",),
-    "below": ("deadline", "evicted_again", "not_restored", "read_failed", "unavailable"),
+    "below": (
+        "deadline",
+        "evicted_again",
+        "not_restored",
+        "read_failed",
+        "too_slow",
+        "unavailable",
+    ),
 }
 DECLINE_REASONS = {
     LEVEL_0: ("before_reset", "full", "not_admitted"),
@@ -78,6 +85,10 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "lookups": ("Lookups of one chunk, by answer.", ("result",)),
     "lookup_misses": ("Lookups answered MISS, by where and why.", ("level", "reason")),
     "requests": ("Requests that began to run, by what became of their lookups.", ("result",)),
+    "skipped_restores": (
+        "Restores cut or given up, as computing was predicted to be quicker.",
+        ("level",),
+    ),
     "self_check_warnings": ("Warnings that nothing is served, by cause.", ("cause",)),
     "hit_chunks": ("Chunks that requests went on to load, by where they were.", ("level",)),
     "hit_tokens": ("Prompt tokens not computed because of them.", ("level",)),
@@ -152,6 +163,7 @@ _BY_LEVEL = (
     "cascaded_chunks",
     "cascaded_bytes",
     "evicted_chunks",
+    "skipped_restores",
 )
 _PLAIN = (
     "stored_chunks",
@@ -232,6 +244,7 @@ def _zeros(hierarchy: Hierarchy) -> Iterator[tuple[str, tuple[str, ...]]]:
     for level in levels:
         for name in ("promoted_chunks", "promoted_bytes", "cascaded_chunks", "cascaded_bytes"):
             yield name, (level,)
+        yield "skipped_restores", (level,)
         for name in ("transfer_retries", "late_transfers", "breaker_openings", "tier_bugs"):
             yield name, (level,)
 

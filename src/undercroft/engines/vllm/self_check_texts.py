@@ -203,6 +203,8 @@ def _of_level(level: Level, counters: Counters) -> str:
 _ADVICE = {
     "deadline": "the level is too slow or overloaded, or promote_deadline_s too short",
     "not_restored": "they do not fit into host memory together; raise host",
+    "too_slow": "computing is predicted to be quicker than reading; nothing to do, or use a "
+    "faster disk",
     "evicted_again": "host memory is too small for them; raise host",
     "read_failed": "see the lines about the level, and undercroft verify",
 }

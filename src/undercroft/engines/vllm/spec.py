@@ -282,6 +282,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
                 num_replicas=config.parallel.data_parallel_size,
                 with_events=config.enable_kv_cache_events,
                 take_failed_stores=region.take_failed_stores,
+                memory=region.memory(),
             )
         except BaseException:
             region.close()

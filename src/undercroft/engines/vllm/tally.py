@@ -14,7 +14,8 @@ from undercroft.keys import ChunkKey
 __all__ = ["Pace", "Tally"]
 
 _MAX_OPEN_STEPS = 8
-_FORGET_RATIO = 0.1
+_NUM_STEPS, _LEAST_STEPS = 20, 3
+_FIRST_REACH = 1024
 _LEAST_CHUNKS = 2
 """In one step of one request: fewer may be a decode that has filled a chunk."""
 
@@ -22,45 +23,86 @@ _LEAST_CHUNKS = 2
 class Pace:
     """A running estimate of the engine's prefill seconds per token.
 
-    Of each step that stored newly computed chunks, the time the engine spent in it counts, and the
-    tokens of those chunks; older steps count less and less. What else ran in such a step, such as
-    decodes, is in the time too.
+    Of each step that computed enough tokens of prompts, the time the engine spent in it counts, and
+    those tokens: whatever else ran in it, such as decodes, is in the time, since whoever waits for
+    a prompt waits for that too. The estimate is the median of the last such steps, each as heavy as
+    its tokens, so that neither a first step that compiles nor a small one says much. Later tokens
+    of a long prompt are dearer, so steps are kept apart by how far into a prompt they were.
 
-    Threads: the scheduler's. Cost: under 1 us a call.
+    Threads: the scheduler's. Cost: under 1 us a call; an estimate after a new step some 10 us.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._steps: deque[list[float]] = deque(maxlen=_MAX_OPEN_STEPS)
         self._last_end_s = float("-inf")
-        self._seconds = 0.0
-        self._tokens = 0.0
+        self._all: deque[tuple[float, float]] = deque(maxlen=_NUM_STEPS)
+        self._by_reach: dict[int, deque[tuple[float, float]]] = {}
+        self._known: dict[int, float] = {}
+        self.is_told = False
+        """Whether somebody says exactly what each step computes; else what is stored has to do."""
 
     @property
     def seconds_per_token(self) -> float | None:
         """None until a prefill was seen."""
-        return self._seconds / self._tokens if self._tokens else None
+        return _weighted_median(self._all) if self._all else None
+
+    def seconds_of(self, begin: int, end: int) -> float | None:
+        """To compute the tokens of a prompt from `begin` to `end`; None until enough was seen."""
+        if len(self._all) < _LEAST_STEPS:
+            return None
+        known = self._known
+        if not known:
+            known.update({reach: _weighted_median(of) for reach, of in self._by_reach.items()})
+        seconds = 0.0
+        while begin < end:
+            reach = _reach(begin)
+            upto = min(end, _FIRST_REACH << reach)
+            nearest = min(known, key=lambda each: (abs(each - reach), -each))
+            seconds += (upto - begin) * known[nearest]
+            begin = upto
+        return seconds
 
     def step_began(self) -> None:
         """The engine has scheduled a step."""
-        self._steps.append([self._clock.now_s(), 0.0])
+        self._steps.append([self._clock.now_s(), 0.0, 0.0])
 
-    def computed(self, num_tokens: float) -> None:
-        """That step computes so many tokens of prompts."""
+    def computed(self, num_tokens: float, first: float = 0.0) -> None:
+        """That step computes so many tokens of a prompt, from its token `first` on."""
         if self._steps:
-            self._steps[-1][1] += num_tokens
+            step = self._steps[-1]
+            step[1] += num_tokens
+            step[2] += num_tokens * (first + num_tokens / 2)
 
     def step_ended(self) -> None:
         """The oldest step that has not ended, has. Steps may overlap, but they run in turn."""
         if not self._steps:
             return
         now_s = self._clock.now_s()
-        began_s, num_tokens = self._steps.popleft()
+        began_s, num_tokens, moment = self._steps.popleft()
         seconds = now_s - max(began_s, self._last_end_s)
         self._last_end_s = now_s
         if num_tokens:
-            self._seconds += seconds - _FORGET_RATIO * self._seconds
-            self._tokens += num_tokens - _FORGET_RATIO * self._tokens
+            seen = (seconds / num_tokens, num_tokens)
+            self._all.append(seen)
+            reach = _reach(int(moment / num_tokens))
+            self._by_reach.setdefault(reach, deque(maxlen=_NUM_STEPS)).append(seen)
+            self._known.clear()
+
+
+def _reach(position: int) -> int:
+    """How far into a prompt, in powers of two."""
+    return (position // _FIRST_REACH).bit_length()
+
+
+def _weighted_median(steps: Collection[tuple[float, float]]) -> float:
+    """Of (value, weight): half of the weight is at or below it."""
+    left = sum(weight for _, weight in steps) / 2
+    for value, weight in sorted(steps):
+        left -= weight
+        if left <= 0:
+            return value
+    return 0.0
 
 
 class Tally:
@@ -140,6 +182,8 @@ class Tally:
         open_stores = self._stores.setdefault(request_id, [])
         open_stores.append((plan.keys[0], self.clock.now_s()))
         leader, num_tokens = self._leader(chunks_of_groups)
+        if self.pace.is_told:
+            return
         if plan.is_whole and chunks_of_groups[leader] >= _LEAST_CHUNKS:
             self.pace.computed(num_tokens)
 

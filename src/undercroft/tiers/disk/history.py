@@ -61,6 +61,7 @@ REASONS = (
     "read_failed",
     "given_up",
     "write_budget",
+    "too_slow",
 )
 """Codes are places in these; both only ever grow at the end."""
 

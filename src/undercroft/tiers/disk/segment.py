@@ -10,6 +10,7 @@ import os
 import stat
 import threading
 from array import array
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -64,6 +65,8 @@ class OpenSegment:
     directory: str
     users: int = 0
     doomed: bool = False
+    before_close: Callable[[int], None] | None = None
+    """Told the number before the files are closed: who holds other descriptors of them."""
 
     def path(self, suffix: str) -> str:
         """Path of the slab or the index."""
@@ -101,6 +104,8 @@ class OpenSegment:
 
     def disk_close(self, files: Files) -> None:
         """Close both files, and with the index give up the lock."""
+        if self.before_close is not None:
+            self.before_close(self.number)
         fds, self.slab_fd, self.index_fd = (self.index_fd, self.slab_fd), -1, -1
         with ExitStack() as rest:
             for fd in fds:
@@ -257,6 +262,18 @@ class OwnSegment(OpenSegment):
     def _release(self, slot: int) -> None:
         if self._free is not None:
             self._free.append(slot)
+
+    def expect(self, slot: int, sequence: int) -> bool:
+        """Somebody else is about to write `slot` and its entry; whether that has to be freed."""
+        may_be_in_use = bool(self.sequences[slot])
+        self.sequences[slot] = sequence
+        return may_be_in_use
+
+    def note_change(self, slot: int, *, is_free: bool) -> None:
+        """The entry of `slot` was changed by somebody else, or may have been: it is to be told."""
+        if is_free:
+            self.sequences[slot] = 0
+        self._untold.append(slot)
 
     def disk_invalidate(self, files: Files, slot: int) -> None:
         """Free the entry of `slot` on disk, if it may be in use."""

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from undercroft.clock import Clock
 from undercroft.errors import (
     ConfigError,
-    CorruptChunk,
-    FormatTooNew,
-    KvError,
     TierFull,
     TierUnavailable,
 )
-from undercroft.keys import MAX_KEY_BYTES, ChunkKey, Namespace
+from undercroft.keys import ChunkKey, Namespace
 from undercroft.log import SparingLog
-from undercroft.tiers.base import Allowance
+from undercroft.tiers.base import Allowance, Ends, SharedMemory
 from undercroft.tiers.disk.accounts import Accounts
 from undercroft.tiers.disk.buffers import PAGE_BYTES, AlignedPool
-from undercroft.tiers.disk.files import Files, translate
-from undercroft.tiers.disk.foreign import ForeignSegment
+from undercroft.tiers.disk.chunks import Chunks
+from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.ground import Ground, Limits
-from undercroft.tiers.disk.holdings import Holdings, Reservation
+from undercroft.tiers.disk.holdings import Holdings
 from undercroft.tiers.disk.keeper import Keeper
+from undercroft.tiers.disk.mover import MoverProcess
 from undercroft.tiers.disk.owed import OwedResets
 from undercroft.tiers.disk.records import RecordIo, record_bytes
 from undercroft.tiers.disk.root import Root
-from undercroft.tiers.disk.segment import OpenSegment, OwnSegment
-from undercroft.tiers.disk.table import pack_entry
 from undercroft.tiers.disk.upkeep import EPOCH_AGE_S, Upkeep
 
 __all__ = ["MIN_CAPACITY_BYTES", "DiskTier"]
 
 MIN_CAPACITY_BYTES = 12 * PAGE_BYTES
-_FULL_AGE_S = 0.1
-_MAX_SUSPECTS = 1024
-_MAX_GROWTHS = 8
+_BATCH_BYTES = 4 << 20
+"""For the mover process: a few messages a second for each GB, and a few ms for each message."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -57,7 +52,11 @@ class DiskTier:
         flush_interval_s: At most this much of the latest stores is lost when the power fails.
         write_budget_bytes: What all processes together should write here in a day, restarts
             included; None: as much as they like. See `Budgeted`. Give every process the same.
-        files: The system calls; tests replace them.
+        mover_process: Whether a process of the tier's own moves the bytes, if `memory` is given;
+            see `undercroft.tiers.disk.mover`.
+        memory: Level 0, if it lies in a file.
+        num_threads: Of that process.
+        files: The system calls; tests replace them, and there is no process then.
 
     Raises:
         ConfigError: Settings that can never work. A disk that does not work *now* is no error
@@ -80,6 +79,9 @@ class DiskTier:
         direct: bool | None = None,
         flush_interval_s: float = 1.0,
         write_budget_bytes: int | None = None,
+        mover_process: bool = False,
+        memory: SharedMemory | None = None,
+        num_threads: int = 4,
         files: Files | None = None,
     ) -> None:
         for setting, value, least in (
@@ -97,26 +99,26 @@ class DiskTier:
         self.capacity_bytes = capacity_bytes
         self.namespace = namespace
         self._clock = clock
-        files = files or Files()
-        self._files = files
+        self._files = files or Files()
         self._holdings = Holdings()
-        self._records = RecordIo(files, namespace.digest, AlignedPool())
+        self._records = RecordIo(self._files, namespace.digest, AlignedPool())
         limits = Limits(capacity_bytes, free_space_floor_bytes, num_replicas, direct)
-        root = Root(files, str(path), namespace, clock)
+        root = Root(self._files, str(path), namespace, clock)
         self._log = SparingLog(_LOG, clock)
         owed = OwedResets(str(path), namespace.id, clock)
         self._keeper = Keeper(
-            Ground(files, root, self._records, self._holdings, limits, clock, self._log, owed)
+            Ground(self._files, root, self._records, self._holdings, limits, clock, self._log, owed)
         )
-        self._counts = {"corrupt_dropped": 0, "stale_reads": 0}
-        self._suspects: set[bytes] = set()
-        self._full: dict[int, tuple[float, int]] = {}
         self._upkeep = Upkeep(name, self._keeper, self._holdings, clock, flush_interval_s)
         with self._keeper.shape:
             try:
                 self._upkeep.attach()
             except (TierUnavailable, TierFull) as exc:
                 _LOG.warning("disk tier %r starts without its disk: %s", name, exc)
+        self._mover: MoverProcess | None = None
+        if mover_process and files is None:
+            self._mover = self._start_mover(memory, num_threads)
+        self._chunks = Chunks(name, self._keeper, self._upkeep, clock, self._mover)
         self._accounts = Accounts(name, self._keeper, clock, write_budget_bytes)
         self._accounts.sync()
 
@@ -129,63 +131,20 @@ class DiskTier:
 
     def read_into(self, key: ChunkKey, out: memoryview) -> bool:
         """See `Tier.read_into`."""
-        view = _flat(out)
-        if not self._upkeep.tend():
-            return False
-        found = self._holdings.pin(key)
-        if found is None:
-            return False
-        segment, slot, epoch = found
-        try:
-            return self._read(segment, slot, epoch, key, view)
-        finally:
-            self._leave(segment, slot)
+        return _only(self._chunks.read([(key, out)]))
 
     def write_from(self, key: ChunkKey, data: memoryview) -> None:
         """See `Tier.write_from`."""
-        self._store(key, data, None)
+        _only(self._chunks.write([(key, data, None)]))
 
     def write_in_epoch(self, key: ChunkKey, data: memoryview, epoch: int) -> bool:
         """See `Epochal.write_in_epoch`."""
-        return self._store(key, data, epoch)
-
-    def _store(self, key: ChunkKey, data: memoryview, epoch: int | None) -> bool:
-        if not 1 <= len(key) <= MAX_KEY_BYTES:
-            raise ConfigError(
-                f"a key of {len(key)} bytes: 1 to {MAX_KEY_BYTES} fit the stored format",
-                tier=self.name,
-            )
-        view = _flat(data)
-        if not self._upkeep.tend(writing=True):
-            raise TierUnavailable("the epoch cannot be read; it is tried again", tier=self.name)
-        if epoch not in {None, self._holdings.epoch}:
-            return False
-        size = record_bytes(len(view))
-        is_ours, taken = self._holdings.claim(key, size)
-        if not is_ours:
-            return True
-        taken = taken or self._reserve(size, key)
-        if epoch not in {None, taken.epoch}:  # raised since: the record would be of the new one
-            if not self._holdings.abandon(taken, key):
-                self._finish(taken.segment)
-            return False
-        self._write(taken, key, view)
-        return True
+        return _only(self._chunks.write([(key, data, epoch)]))
 
     def delete(self, key: ChunkKey) -> None:
         """See `Tier.delete`. A chunk that another process owns is forgotten here only."""
         self._upkeep.check_open()
-        for _ in range(2):
-            found = self._holdings.pin(key)
-            if found is None:
-                return
-            segment, slot, _ = found
-            try:
-                self._forget(segment, slot, key)
-            except OSError as exc:
-                raise self._translate(exc, "delete a chunk", key) from exc
-            finally:
-                self._leave(segment, slot)
+        _only(self._chunks.delete([key]))
 
     def close(self) -> None:
         """See `Tier.close`. Flushes first."""
@@ -194,6 +153,8 @@ class DiskTier:
                 return
             self._upkeep.closed = True
             self._upkeep.watch.close()
+            if self._mover is not None:  # what hangs in it comes back when it ends
+                self._mover.close()
             try:
                 if self._keeper.attached and not self._upkeep.read_only:
                     self._keeper.flush()
@@ -203,13 +164,42 @@ class DiskTier:
                 self._accounts.close()
                 self._detach()
 
+    def _start_mover(self, memory: SharedMemory | None, num_threads: int) -> MoverProcess | None:
+        if memory is None:
+            return None
+        try:
+            return MoverProcess(self.name, memory, self.namespace.digest, self._clock, num_threads)
+        except OSError as exc:
+            _LOG.warning("disk tier %r: threads move its chunks: %s", self.name, exc)
+            return None
+
     def _detach(self) -> None:
         try:
             self._keeper.detach()
         except OSError as exc:
             _LOG.warning("disk tier %r: a file could not be closed: %s", self.name, exc)
 
-    # Described, Indexed, Bounded, Epochal, Owing, Following, Budgeted
+    # Batched, Described, Indexed, Bounded, Epochal, Owing, Following, Budgeted
+
+    @property
+    def batch_bytes(self) -> int:
+        """See `Batched.batch_bytes`: threads gain nothing by it."""
+        return 0 if self._mover is None else _BATCH_BYTES
+
+    def read_many(self, wanted: Sequence[tuple[ChunkKey, memoryview]]) -> Iterator[Ends]:
+        """See `Batched.read_many`."""
+        return self._chunks.read(wanted)
+
+    def write_many(
+        self, given: Sequence[tuple[ChunkKey, memoryview, int | None]]
+    ) -> Iterator[Ends]:
+        """See `Batched.write_many`."""
+        return self._chunks.write(given)
+
+    def delete_many(self, keys: Sequence[ChunkKey]) -> Iterator[Ends]:
+        """See `Batched.delete_many`."""
+        self._upkeep.check_open()
+        return self._chunks.delete(keys)
 
     def describe(self) -> str:
         """See `Described.describe`."""
@@ -311,7 +301,7 @@ class DiskTier:
         """Counters since construction, and sizes now. No I/O."""
         ground = self._keeper.ground
         return {
-            **self._counts,
+            **self._chunks.counts,
             "chunks": len(self._holdings),
             "segments": len(self._holdings.own),
             "foreign_segments": len(self._holdings.foreign),
@@ -323,6 +313,7 @@ class DiskTier:
             "root_bytes": ground.usage.charged_bytes,
             "read_only": int(self._upkeep.read_only),
             "direct": int(self._records.direct),
+            "mover_deaths": self._mover.num_deaths if self._mover is not None else 0,
         }
 
     def refresh(self) -> None:
@@ -340,133 +331,10 @@ class DiskTier:
             self._upkeep.ensure_attached()
             self._upkeep.flush()
 
-    # Reading and writing one chunk
 
-    def _read(
-        self, segment: OpenSegment, slot: int, epoch: int, key: bytes, out: memoryview
-    ) -> bool:
-        try:
-            if isinstance(segment, ForeignSegment) and not segment.disk_holds(
-                self._files, slot, key
-            ):
-                self._counts["stale_reads"] += 1
-                self._forget(segment, slot, key)
-                return False
-            segment.check_length(record_bytes(len(out)))
-            self._records.read(segment.slab_fd, segment.slab_offset(slot), key, epoch, out)
-        except (CorruptChunk, FormatTooNew) as exc:
-            self._drop_bad(segment, slot, key)
-            exc.tier, exc.key = self.name, key
-            raise
-        except OSError as exc:
-            self._suspect(segment, slot, key)
-            raise self._translate(exc, "read a chunk", key) from exc
-        self._suspects.discard(key)
-        return True
-
-    def _drop_bad(self, segment: OpenSegment, slot: int, key: bytes) -> None:
-        own = isinstance(segment, OwnSegment)
-        self._counts["corrupt_dropped" if own else "stale_reads"] += 1
-        try:
-            self._forget(segment, slot, key)
-        except OSError as exc:
-            self._log.warning(
-                "disk tier %r cannot free the entry of a bad chunk: %s", self.name, exc
-            )
-
-    def _suspect(self, segment: OpenSegment, slot: int, key: bytes) -> None:
-        """A chunk that fails to read twice in a row is given up, so that it can be rewritten."""
-        self._upkeep.distrust()
-        if key in self._suspects:
-            self._suspects.discard(key)
-            self._drop_bad(segment, slot, key)
-        elif len(self._suspects) < _MAX_SUSPECTS:
-            self._suspects.add(key)
-
-    def _forget(self, segment: OpenSegment, slot: int, key: bytes) -> None:
-        """Take a pinned chunk out of the table, then out of the index on disk."""
-        if self._holdings.forget(key, segment, slot) and isinstance(segment, OwnSegment):
-            segment.disk_invalidate(self._files, slot)
-            if segment.must_tell():
-                self._tell(segment)
-
-    def _tell(self, segment: OwnSegment) -> None:
-        """Tell other processes what changed; not vital, and tried again with the next change."""
-        try:
-            segment.disk_tell(self._files)
-        except OSError as exc:
-            self._upkeep.distrust()
-            self._log.warning("disk tier %r cannot tell others: %s", self.name, exc)
-
-    def _leave(self, segment: OpenSegment, slot: int) -> None:
-        if self._holdings.unpin(segment, slot):
-            segment.disk_close(self._files)
-
-    def _translate(self, exc: OSError, what: str, key: bytes) -> KvError:
-        return translate(exc, what, tier=self.name, key=key)
-
-    def _reserve(self, size: int, key: bytes) -> Reservation:
-        """Make room for `key`, which is claimed: until it is written, or this fails."""
-        taken = None
-        try:
-            with self._keeper.shape:
-                self._upkeep.check_open()
-                # Others take slots without this lock: even a grown tier may have none left.
-                for _ in range(_MAX_GROWTHS):
-                    taken = self._holdings.reserve(size)
-                    if taken:
-                        return taken
-                    self._grow(size, key)
-        finally:
-            if not taken:
-                self._holdings.unclaim(key)
-        raise TierFull("others took the last free slots", tier=self.name, key=key)
-
-    def _grow(self, size: int, key: bytes) -> None:
-        self._refuse_if_full(size, key)
-        try:
-            self._keeper.room.grow(size)
-        except TierFull as exc:
-            exc.tier, exc.key = self.name, key
-            self._full[size] = (self._clock.now_s(), self._holdings.num_deletes)
-            raise
-        except OSError as exc:
-            raise self._translate(exc, "make room", key) from exc
-
-    def _refuse_if_full(self, size: int, key: bytes) -> None:
-        """Do not look at the disk again for every chunk that a full tier is offered."""
-        since, num_deletes = self._full.get(size, (float("-inf"), 0))
-        if self._clock.now_s() - since < _FULL_AGE_S and num_deletes == self._holdings.num_deletes:
-            raise TierFull(f"{self.name} is full, as it was a moment ago", tier=self.name, key=key)
-
-    def _write(self, taken: Reservation, key: bytes, data: memoryview) -> None:
-        """Free the slot's entry, write the record, then the entry that speaks of it."""
-        segment, slot, epoch, sequence = taken.segment, taken.slot, taken.epoch, taken.sequence
-        try:
-            segment.disk_invalidate(self._files, slot)
-            offset = segment.slab_offset(slot)
-            self._records.write(segment.slab_fd, offset, key, (epoch, sequence), data)
-            entry = pack_entry(slot, key, epoch, sequence, len(data), self._records.namespace)
-            segment.disk_publish(self._files, slot, entry, sequence)
-        except BaseException as exc:
-            if not self._holdings.abandon(taken, key):
-                self._finish(segment)
-            if not isinstance(exc, OSError):
-                raise
-            self._upkeep.distrust()
-            raise self._translate(exc, "write a chunk", key) from exc
-        if not self._holdings.settle(taken, key, len(data)):
-            self._finish(segment)
-
-    def _finish(self, segment: OwnSegment) -> None:
-        """What `OwnSegment.end_write` left to be done."""
-        try:
-            self._tell(segment)
-        finally:
-            if self._holdings.leave(segment):
-                segment.disk_close(self._files)
-
-
-def _flat(buffer: memoryview) -> memoryview:
-    """`buffer` as plain bytes."""
-    return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
+def _only(ends: Iterator[Ends]) -> bool:
+    """Of a single chunk."""
+    ((_, end),) = [end for some in ends for end in some]
+    if isinstance(end, Exception):
+        raise end
+    return end

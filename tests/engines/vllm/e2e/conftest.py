@@ -91,7 +91,7 @@ def plain(nursery: Nursery) -> Plain:
 def offload(disk: Path | None = None, *, host: str = "32MiB", **more: Any) -> dict[str, Any]:
     """The connector's extra config as a user writes it; a busy machine must not make reads late."""
     tiers = [{"type": "disk", "path": str(disk), "capacity": "64MiB"}] if disk else []
-    patience = {"promote_deadline_s": 30, "drain_deadline_s": 20}
+    patience = {"promote_deadline_s": 30, "drain_deadline_s": 20, "load_only_if_faster": False}
     return {**OFFLOADER, "host": host, "tiers": tiers, **patience, **more}
 
 

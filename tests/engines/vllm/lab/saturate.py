@@ -8,13 +8,14 @@ import hashlib
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tests.engines.vllm.lab.driver import Driver
 from tests.engines.vllm.lab.storm import core_of, manager_of
 from undercroft.hierarchy.request import Lookup, Request
 from undercroft.keys import ChunkKey
+from undercroft.tiers.base import Ends
 
 _CHUNKS_A_READER = 8
 
@@ -31,6 +32,8 @@ class _Sleepy:
         self._lock = threading.Lock()
         for name in ("read_into", "write_in_epoch"):
             setattr(tier, name, self._timed(getattr(tier, name)))
+        for name in ("read_many", "write_many"):
+            setattr(tier, name, self._timed_many(getattr(tier, name)))
 
     def _timed(self, verb: Callable[..., bool]) -> Callable[..., bool]:
         spent = [0.0, 0]
@@ -41,12 +44,29 @@ class _Sleepy:
                 return True
             begun = time.perf_counter()
             done = verb(*arguments)
-            with self._lock:
-                spent[0] += time.perf_counter() - begun
-                spent[1] += 1
+            self._note(spent, begun, 1)
             return done
 
         return call
+
+    def _timed_many(self, verb: Callable[..., Iterator[Ends]]) -> Callable[..., Iterator[Ends]]:
+        spent = [0.0, 0]
+
+        def call(chunks: Sequence[Any]) -> Iterator[Ends]:
+            if self.asleep:
+                time.sleep(len(chunks) * spent[0] / max(spent[1], 1))
+                yield [(number, True) for number in range(len(chunks))]
+                return
+            begun = time.perf_counter()
+            yield from verb(chunks)
+            self._note(spent, begun, len(chunks))
+
+        return call
+
+    def _note(self, spent: list[Any], begun: float, num_chunks: int) -> None:
+        with self._lock:
+            spent[0] += time.perf_counter() - begun
+            spent[1] += num_chunks
 
 
 class Saturation:
@@ -119,6 +139,19 @@ class Saturation:
         self._readers.clear()
 
 
+def by_threads(saturation: Saturation, *, yes: bool) -> None:
+    """Whether the tier's chunks are moved by threads here, one at a time, or by its process."""
+    tier, crew = saturation.level.tier, saturation.level.transfers._crew
+    crew._batch_bytes = 0 if yes else tier.batch_bytes
+    tier._chunks._mover = None if yes else tier._mover
+
+
+def _cpu_s(saturation: Saturation) -> float:
+    """Processor time of the mover threads: most of it they hold the interpreter's lock."""
+    threads = list(saturation.level.transfers._crew.threads)
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(t.ident)) for t in threads if t.ident)
+
+
 def steps(
     driver: Driver,
     *,
@@ -126,10 +159,13 @@ def steps(
     num_requests: int,
     saturated: bool,
     asleep: bool = False,
+    threads: bool = False,
     num_on_disk: int = 256,
     ahead_bytes: int = 32 << 20,
 ) -> dict[str, float]:
     """Decode `num_requests` prompts for `num_steps` steps; what a step of the engine core took.
+
+    `threads`: the disk tier does without its mover process.
 
     Returns:
         `p50` and `p99` in seconds, and `moved_bytes` in `seconds`, all of the steady part.
@@ -139,9 +175,10 @@ def steps(
         vars(driver)["saturation"] = Saturation(driver, num_on_disk, ahead_bytes)
     saturation: Saturation = vars(driver)["saturation"]
     saturation.sleepy.asleep = asleep
+    by_threads(saturation, yes=threads)
     warm = num_steps // 10 + 5
     taken: list[float] = []
-    moved = begun_s = 0.0
+    moved = begun_s = cpu_s = 0.0
     results: list[dict[str, Any]] = [{} for _ in range(num_requests)]
     running: dict[str, dict[str, Any]] = {}
     for index in range(num_requests):
@@ -151,9 +188,10 @@ def steps(
     plain = core.step_fn
 
     def timed() -> Any:
-        nonlocal moved, begun_s
+        nonlocal moved, begun_s, cpu_s
         if len(taken) == warm:
             moved, begun_s = saturation.moved_bytes, time.perf_counter()
+            cpu_s = _cpu_s(saturation)
         begun = time.perf_counter()
         if saturated:
             saturation.step()
@@ -167,6 +205,7 @@ def steps(
             driver.llm.llm_engine.step()
     finally:
         core.step_fn = plain
+    cpu = _cpu_s(saturation) - cpu_s
     seconds, moved = time.perf_counter() - begun_s, saturation.moved_bytes - moved
     driver.llm.llm_engine.abort_request(list(running))
     saturation.end()
@@ -177,4 +216,5 @@ def steps(
         "p99": steady[int(0.99 * len(steady))],
         "moved_bytes": moved,
         "seconds": seconds,
+        "cpu": cpu,
     }

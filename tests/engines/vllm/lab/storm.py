@@ -114,7 +114,7 @@ def census(driver: Driver) -> dict[str, Any]:
         "fresh": states.count(4),
         "ready": states.count(3),
         "pins": sum(slots.pins),
-        "holders": len(hierarchy._holders),
+        "holders": len(hierarchy.holds.requests),
         "loaders": len(hierarchy.loads.requests),
         "stores": len(hierarchy.stores),
         "restores": len(hierarchy.restores),
@@ -286,3 +286,13 @@ def watch_stores(driver: Driver) -> None:
         return jobs
 
     connector._build_store_jobs = watched
+
+
+def mover_process(driver: Driver, *, timeout_s: float = 60.0) -> dict[str, int | None]:
+    """Of the first level's disk tier: the process, once it is ready, and how many died before."""
+    mover = manager_of(driver).hierarchy.levels[0].tier._mover
+    deadline_s = time.monotonic() + timeout_s
+    while mover.pid is None and time.monotonic() < deadline_s:
+        mover._find_child()
+        time.sleep(0.01)
+    return {"pid": mover.pid, "num_deaths": mover.num_deaths}

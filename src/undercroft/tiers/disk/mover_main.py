@@ -1,0 +1,193 @@
+"""The mover process of a disk tier: reads, verifies and writes records, and keeps nothing.
+
+Started by `undercroft.tiers.disk.mover`, with a descriptor and a number of threads as arguments. It
+maps the file that level 0 lies in, is handed the descriptors of segments, and does what the lanes
+ask. It ends when its control socket does, so with the engine, however that ends. An order under way
+then is an incomplete write, as after any crash; the segment's lock, which this process shares
+through the descriptor, keeps others out until it is gone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from undercroft.clock import SystemClock
+from undercroft.errors import CorruptChunk, FormatTooNew
+from undercroft.tiers.disk import wire
+from undercroft.tiers.disk.buffers import PAGE_BYTES, AlignedPool
+from undercroft.tiers.disk.files import Files
+from undercroft.tiers.disk.records import RecordIo, record_bytes
+from undercroft.tiers.disk.table import ENTRY_BYTES, FREE_ENTRY, pack_entry, parse_entries
+from undercroft.tiers.disk.wire import End, Order, Status, Verb
+
+__all__ = ["main"]
+
+_ENTRIES_AT = PAGE_BYTES
+_MAX_FDS = 2
+_FILES = Files()
+_CLOCK = SystemClock()
+_GATHER_S = 0.002
+_KINDNESS = 5
+"""Steps go first where processors are few: an engine's threads are not niced."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    slab_fd: int
+    index_fd: int
+    record_bytes: int
+
+
+class _Mover:
+    """Threads: `control` and each lane have one, and a pool does what the lanes are asked for."""
+
+    def __init__(self, control: socket.socket, num_threads: int) -> None:
+        self._control = control
+        self._segments: dict[int, _Segment] = {}
+        self._memory = memoryview(b"")
+        self._namespace = bytes(32)
+        self._records: dict[bool, RecordIo] = {}
+        self._pool = ThreadPoolExecutor(num_threads)
+
+    def serve(self) -> None:
+        """Until nobody is at the other end."""
+        while True:
+            message, fds, _, _ = socket.recv_fds(self._control, 256, _MAX_FDS)
+            if not message:
+                return
+            try:
+                self._obey(message, fds)
+                answer = b"."
+            except (OSError, ValueError, KeyError) as exc:
+                answer = f"{type(exc).__name__}: {exc}".encode()[:256]
+            self._control.send(answer)
+
+    def _obey(self, message: bytes, fds: list[int]) -> None:
+        kind = message[:1]
+        if kind == b"h":
+            _, offset, length, self._namespace = wire.HELLO.unpack(message)
+            pool = AlignedPool()
+            for direct in (False, True):
+                self._records[direct] = RecordIo(_FILES, self._namespace, pool, direct)
+            with mmap.mmap(fds[0], 0) as probe:  # the file's own length
+                size = len(probe)
+            if offset + length > size:
+                raise ValueError(f"{offset} + {length} bytes of a file of {size}")
+            self._memory = memoryview(mmap.mmap(fds[0], size))[offset : offset + length]
+            os.close(fds[0])
+        elif kind == b"l":
+            lane = socket.socket(fileno=fds[0])
+            threading.Thread(target=self._serve_lane, args=(lane,), daemon=True).start()
+        elif kind == b"a":
+            _, number, record_bytes = wire.ATTACH.unpack(message)
+            self._segments[number] = _Segment(fds[0], fds[1], record_bytes)
+        elif kind == b"d":
+            _, number = wire.DETACH.unpack(message)
+            segment = self._segments.pop(number)
+            os.close(segment.slab_fd)
+            os.close(segment.index_fd)
+
+    def _serve_lane(self, lane: socket.socket) -> None:
+        ends: SimpleQueue[End] = SimpleQueue()
+        with lane, suppress(OSError):
+            while message := lane.recv(wire.MAX_MESSAGE_BYTES):
+                verb, direct, orders = wire.unpack_orders(message)
+                for index, order in enumerate(orders):
+                    self._pool.submit(
+                        self._perform, verb, index, order, self._records[direct], ends
+                    )
+                num_left = len(orders)
+                while num_left:
+                    some = _gathered(ends, num_left)
+                    num_left -= len(some)
+                    lane.send(wire.pack_ends(some))
+
+    def _perform(
+        self, verb: int, number: int, order: Order, records: RecordIo, ends: SimpleQueue[End]
+    ) -> None:
+        status, code, text = Status.DONE, 0, ""
+        try:
+            if verb == Verb.WRITE:
+                self._write(order, records)
+            elif verb == Verb.FREE:
+                self._free(self._segments[order.segment], order)
+            elif not self._read(order, records):
+                status = Status.STALE
+        except OSError as exc:
+            status, code, text = Status.FAILED, exc.errno or 0, exc.strerror or str(exc)
+        except CorruptChunk as exc:
+            status, text = Status.CORRUPT, str(exc)
+        except FormatTooNew as exc:
+            status, text = Status.TOO_NEW, str(exc)
+        except Exception as exc:  # noqa: BLE001 - whoever waits for this must hear of it
+            status, text = Status.BUG, f"{type(exc).__name__}: {exc}"
+        ends.put(End(number, status, code, _written_bytes(verb, order), text))
+
+    def _read(self, order: Order, records: RecordIo) -> bool:
+        segment = self._segments[order.segment]
+        if order.checks_entry:
+            at = _ENTRIES_AT + order.slot * ENTRY_BYTES
+            entry = _FILES.pread(segment.index_fd, ENTRY_BYTES, at)
+            if parse_entries(entry, self._namespace, order.slot).keys != [order.key]:
+                return False
+        out = self._memory[order.place : order.place + order.num_bytes]
+        offset = order.slot * segment.record_bytes
+        records.read(segment.slab_fd, offset, order.key, order.epoch, out)
+        return True
+
+    def _write(self, order: Order, records: RecordIo) -> None:
+        """As the tier itself: free the slot's entry, write the record, then the entry of it."""
+        segment = self._segments[order.segment]
+        if order.checks_entry:
+            self._free(segment, order)
+        stamp = (order.epoch, order.sequence)
+        data = self._memory[order.place : order.place + order.num_bytes]
+        records.write(segment.slab_fd, order.slot * segment.record_bytes, order.key, stamp, data)
+        entry = pack_entry(order.slot, order.key, *stamp, order.num_bytes, self._namespace)
+        _FILES.pwrite(segment.index_fd, entry, _ENTRIES_AT + order.slot * ENTRY_BYTES)
+
+    def _free(self, segment: _Segment, order: Order) -> None:
+        _FILES.pwrite(segment.index_fd, FREE_ENTRY, _ENTRIES_AT + order.slot * ENTRY_BYTES)
+
+
+def _gathered(ends: SimpleQueue[End], num_left: int) -> list[End]:
+    """The next end, and those that come soon after: who waits is woken once for several."""
+    some = [ends.get()]
+    deadline_s = _CLOCK.now_s() + _GATHER_S
+    while len(some) < num_left:
+        try:
+            some.append(ends.get(timeout=max(0.0, deadline_s - _CLOCK.now_s())))
+        except Empty:
+            break
+    return some
+
+
+def _written_bytes(verb: int, order: Order) -> int:
+    """What an order writes at most, in whole pages: it counts also if it failed."""
+    if verb == Verb.READ:
+        return 0
+    entries = PAGE_BYTES * (1 + (verb == Verb.WRITE and order.checks_entry))
+    return entries + (record_bytes(order.num_bytes) if verb == Verb.WRITE else 0)
+
+
+def main(argv: list[str]) -> int:
+    """Serve the socket of a descriptor with a number of threads: the two arguments."""
+    with suppress(OSError):  # the thread that started us may be bound to a processor
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    with suppress(OSError):
+        os.nice(_KINDNESS)
+    with socket.socket(fileno=int(argv[0])) as control:
+        _Mover(control, int(argv[1])).serve()
+    os._exit(0)  # lanes may hang in the medium, and nothing here is worth waiting for
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
