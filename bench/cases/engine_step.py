@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from cases.engine import ROOT, _smollm2
-from harness import AGAIN, Goal, Options, Row, Side
+from cases.step import step_rows, traffic
+from harness import AGAIN, Options, Row, Side
 
 sys.path[:0] = [str(ROOT)]
 
 from tests.engines.vllm.lab.engine import OFFLOADER, Engine, Nursery  # noqa: E402
 from tests.engines.vllm.lab.models import model_path  # noqa: E402
 
-TRAFFIC = Path(__file__).parents[1] / "traffic.py"
 NUM_REQUESTS = 4
 
 
@@ -71,23 +70,15 @@ class Measured:
             "p50": told["p50"],
             "p99": told["p99"],
             "seconds a GB": told["seconds"] / gigabytes,
+            "mover seconds a GB": told["mover_seconds"] / gigabytes,
         }
 
     def elsewhere(self) -> dict[str, float]:
         if not self._rate:
             self.steps(saturated=True)
-        command = [sys.executable, str(TRAFFIC), str(self._file), str(self._rate)]
-        command.append(str(self._chunk_bytes))
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as traffic:
-            assert traffic.stdin is not None
-            assert traffic.stdout is not None
-            traffic.stdout.readline()  # it has begun
+        with traffic(self._file, self._rate, self._chunk_bytes) as moved:
             costs = self.steps(saturated=False)
-            traffic.stdin.close()
-            num_bytes, seconds = map(float, traffic.stdout.readline().split())
-        return costs | {"seconds a GB": seconds / (num_bytes / 1e9)}
+        return costs | moved
 
 
 class EngineStep:
@@ -116,26 +107,21 @@ class EngineStep:
     def rows(self, options: Options) -> Sequence[Row]:
         """The bound of ours: a 99th percentile of at most 1.10 times an idle disk's."""
         del options
-        rows = [
+        bases = {
+            "idle": "nothing to do",
+            "elsewhere": "the same traffic of another process",
+            "asleep": "the same work, nothing moved",
+            "threads": "threads of this process instead of another",
+        }
+        moving = ("busy", "threads", "elsewhere")
+        return [
+            *step_rows("engine step", bases, bound="idle", moving=moving),
             Row(
-                f"engine step, {which}, beside {what}",
-                ("busy", which),
-                (base, which),
-                unit="ms",
-                scale=1e3,
-                goals=[Goal(round(1 / 1.10, 2))] if (base, which) == ("idle", "p99") else [],
-            )
-            for base, what in (
-                ("idle", "nothing to do"),
-                ("elsewhere", "the same traffic of another process"),
-                ("asleep", "the same work, nothing moved"),
-                ("threads", "threads of this process instead of another"),
-            )
-            for which in ("p50", "p99")
-        ]
-        return rows + [
-            Row(f"read and written meanwhile, {side}", (side, "seconds a GB"), amount=1.0)
-            for side in ("busy", "threads", "elsewhere")
+                "processor time of the engine's mover threads, a GB",
+                ("busy", "mover seconds a GB"),
+                ("threads", "mover seconds a GB"),
+                unit="s",
+            ),
         ]
 
     @contextlib.contextmanager

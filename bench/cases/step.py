@@ -237,17 +237,51 @@ class Elsewhere:
 
     def measure(self, num_steps: int) -> dict[str, float]:
         rate = max(self._engine.busy_rate, 1e6)
-        command = [sys.executable, str(TRAFFIC), str(self._path), str(rate)]
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as traffic:
-            assert traffic.stdin is not None
-            assert traffic.stdout is not None
-            traffic.stdout.readline()  # it has begun
+        with traffic(self._path, rate, CHUNK_BYTES) as moved:
             costs = self._engine.measure(num_steps, busy=False)
-            traffic.stdin.close()
-            num_bytes, seconds = map(float, traffic.stdout.readline().split())
-        return costs | {"seconds a GB": seconds / (num_bytes / 1e9)}
+        return costs | moved
+
+
+@contextlib.contextmanager
+def traffic(path: Path, rate: float, chunk_bytes: int) -> Iterator[dict[str, float]]:
+    """Another process reads and writes at that rate meanwhile; what it came to, afterwards."""
+    command = [sys.executable, str(TRAFFIC), str(path), str(rate), str(chunk_bytes)]
+    moved: dict[str, float] = {}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()  # it has begun
+        yield moved
+        process.stdin.close()
+        num_bytes, seconds = map(float, process.stdout.readline().split())
+    moved["seconds a GB"] = seconds / (num_bytes / 1e9)
+
+
+def step_rows(
+    what: str, bases: Mapping[str, str], *, bound: str, moving: Sequence[str]
+) -> list[Row]:
+    """A busy step's median and 99th percentile beside those of `bases`, and what was moved.
+
+    The bound, 1.10 times the 99th percentile, is for the base that is called so.
+    """
+    rows = [
+        Row(
+            f"{what}, {which}, beside {doing}",
+            ("busy", which),
+            (base, which),
+            unit="ms",
+            scale=1e3,
+            goals=[Goal(round(1 / 1.10, 2))] if (base, which) == (bound, "p99") else [],
+        )
+        for base, doing in bases.items()
+        for which in ("p50", "p99")
+    ]
+    return rows + [
+        Row(f"read and written meanwhile, {side}", (side, "seconds a GB"), amount=1.0)
+        for side in moving
+    ]
 
 
 class Step:
@@ -259,26 +293,13 @@ class Step:
 
     def rows(self, options: Options) -> Sequence[Row]:
         del options
-        rows = [
-            Row(
-                f"step without the model, {which}, beside {what}",
-                ("busy", which),
-                (base, which),
-                unit="ms",
-                scale=1e3,
-                goals=[Goal(round(1 / 1.10, 2))] if (base, which) == ("asleep", "p99") else [],
-            )
-            for base, what in (
-                ("asleep", "the same work, nothing moved"),
-                ("elsewhere", "the same traffic of another process"),
-                ("idle", "nothing to do"),
-            )
-            for which in ("p50", "p99")
-        ]
-        return rows + [
-            Row(f"read and written meanwhile, {side}", (side, "seconds a GB"), amount=1.0)
-            for side in ("busy", "elsewhere")
-        ]
+        bases = {
+            "asleep": "the same work, nothing moved",
+            "elsewhere": "the same traffic of another process",
+            "idle": "nothing to do",
+        }
+        moving = ("busy", "elsewhere")
+        return step_rows("step without the model", bases, bound="asleep", moving=moving)
 
     @contextlib.contextmanager
     def sides(self, options: Options) -> Iterator[Mapping[str, Side]]:

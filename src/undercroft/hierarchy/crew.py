@@ -14,6 +14,7 @@ __all__ = ["Crew", "Runner"]
 
 _READ = Op.READ
 _MOST_AT_ONCE = 64
+"""Moves of a call, however small: their ends are booked under the lock."""
 _LOOK_AGAIN_S = 0.05
 """Longest real wait before a manual clock is asked again."""
 

@@ -46,7 +46,13 @@ from undercroft.tiers.disk.stored import (
     StoredSegment,
     Users,
 )
-from undercroft.tiers.disk.table import ENTRY_BYTES, Entries, parse_entries, parse_header_of
+from undercroft.tiers.disk.table import (
+    ENTRY_BYTES,
+    Entries,
+    entry_offset,
+    parse_entries,
+    parse_header_of,
+)
 
 __all__ = ["Catalog"]
 
@@ -405,7 +411,7 @@ class Catalog:
     def entry(self, segment: StoredSegment, slot: int) -> bytes:
         """The bytes of one entry as they are now; empty if the index is gone or too short."""
         try:
-            return self.read_file(segment.index_path, ENTRY_BYTES, PAGE_BYTES + slot * ENTRY_BYTES)
+            return self.read_file(segment.index_path, ENTRY_BYTES, entry_offset(slot))
         except OSError:
             return b""
 

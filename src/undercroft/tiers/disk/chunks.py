@@ -26,7 +26,6 @@ from undercroft.tiers.base import Ends
 from undercroft.tiers.disk import wire
 from undercroft.tiers.disk.files import translate
 from undercroft.tiers.disk.foreign import ForeignSegment
-from undercroft.tiers.disk.ground import Ground
 from undercroft.tiers.disk.holdings import Reservation
 from undercroft.tiers.disk.items import Free, Read, Stale, Write, error_of, fits
 from undercroft.tiers.disk.keeper import Keeper
@@ -42,7 +41,6 @@ __all__ = ["Chunks"]
 _FULL_AGE_S = 0.1
 _MAX_SUSPECTS = 1024
 _MAX_GROWTHS = 8
-
 
 _I = TypeVar("_I", Read, Write, Free)
 _T = TypeVar("_T")
@@ -67,7 +65,7 @@ class Chunks:
         clock: Clock,
         mover: MoverProcess | None = None,
     ) -> None:
-        ground: Ground = keeper.ground
+        ground = keeper.ground
         self._name = name
         self._keeper = keeper
         self._upkeep = upkeep

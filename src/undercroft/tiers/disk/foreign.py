@@ -23,6 +23,7 @@ from undercroft.tiers.disk.table import (
     ENTRY_BYTES,
     Entries,
     changed_slots,
+    entry_offset,
     index_bytes,
     next_change,
     parse_entries,
@@ -139,5 +140,5 @@ class ForeignSegment(OpenSegment):
 
     def _disk_entries(self, files: Files, slot: int, count: int) -> Entries:
         wanted = min(count * ENTRY_BYTES, index_bytes(self.header.num_slots))
-        table = files.pread(self.index_fd, wanted, self.entry_offset(slot))
+        table = files.pread(self.index_fd, wanted, entry_offset(slot))
         return parse_entries(table, self.header.namespace, slot)

@@ -19,6 +19,7 @@ from undercroft.tiers.disk.table import (
     MAX_SLOTS,
     Entries,
     IndexHeader,
+    entry_offset,
     parse_entries,
 )
 from undercroft.tiers.disk.usage import NamespaceUsage, Usage
@@ -97,7 +98,7 @@ class Ground:
         A file may say any size, at no cost to whoever made it: no more is read than the capacity
         has records for.
         """
-        at = PAGE_BYTES + first_slot * ENTRY_BYTES
+        at = entry_offset(first_slot)
         most = min(MAX_SLOTS, self.limits.capacity_bytes // (2 * PAGE_BYTES)) * ENTRY_BYTES
         size = max(0, min(self.files.fstat(index_fd).st_size - at, most))
         return parse_entries(

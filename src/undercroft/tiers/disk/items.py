@@ -106,7 +106,7 @@ def fits(item: Read | Write | Free) -> bool:
 
 
 def error_of(end: End) -> Exception | None:
-    """What `_moved_here` would have given."""
+    """What this process would have met with, had it moved the bytes itself."""
     if end.status == Status.DONE:
         return None
     if end.status == Status.FAILED:

@@ -18,8 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import numpy as np
-
 import undercroft
 from undercroft.clock import Clock
 from undercroft.log import SparingLog
@@ -58,17 +56,16 @@ class MoverProcess:
     """
 
     def __init__(
-        self, name: str, memory: SharedMemory, namespace: bytes, clock: Clock, num_threads: int = 4
+        self, name: str, memory: SharedMemory, namespace: bytes, clock: Clock, num_threads: int
     ) -> None:
         self._name = name
         self._clock = clock
         self._log = SparingLog(_LOG, clock)
         # An open of its own: the locks that go with the other descriptor are not to be shared.
         self._memory_fd = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDWR | os.O_CLOEXEC)
-        whole = np.frombuffer(memory.buffer, np.uint8)
-        self._begin: int = whole.__array_interface__["data"][0]
-        self._end = self._begin + len(whole)
-        self._hello = wire.HELLO.pack(b"h", memory.offset, len(whole), namespace)
+        self._begin = _address(memory.buffer)
+        self._end = self._begin + len(memory.buffer)
+        self._hello = wire.HELLO.pack(b"h", memory.offset, len(memory.buffer), namespace)
         self._num_threads = num_threads
         self._lock = threading.Lock()
         self._child: _Child | None = None
@@ -83,7 +80,7 @@ class MoverProcess:
         """Where in the memory `buffer` begins; -1 if it is none of it."""
         if buffer.readonly or not len(buffer):
             return -1
-        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        address = _address(buffer)
         if self._begin <= address and address + len(buffer) <= self._end:
             return address - self._begin
         return -1
@@ -228,6 +225,10 @@ class MoverProcess:
                 self._name,
                 code,
             )
+
+
+def _address(buffer: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 class _Lane:

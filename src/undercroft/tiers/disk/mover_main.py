@@ -25,12 +25,17 @@ from undercroft.tiers.disk import wire
 from undercroft.tiers.disk.buffers import PAGE_BYTES, AlignedPool
 from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.records import RecordIo, record_bytes
-from undercroft.tiers.disk.table import ENTRY_BYTES, FREE_ENTRY, pack_entry, parse_entries
+from undercroft.tiers.disk.table import (
+    ENTRY_BYTES,
+    FREE_ENTRY,
+    entry_offset,
+    pack_entry,
+    parse_entries,
+)
 from undercroft.tiers.disk.wire import End, Order, Status, Verb
 
 __all__ = ["main"]
 
-_ENTRIES_AT = PAGE_BYTES
 _MAX_FDS = 2
 _FILES = Files()
 _CLOCK = SystemClock()
@@ -77,12 +82,11 @@ class _Mover:
             pool = AlignedPool()
             for direct in (False, True):
                 self._records[direct] = RecordIo(_FILES, self._namespace, pool, direct)
-            with mmap.mmap(fds[0], 0) as probe:  # the file's own length
-                size = len(probe)
-            if offset + length > size:
-                raise ValueError(f"{offset} + {length} bytes of a file of {size}")
-            self._memory = memoryview(mmap.mmap(fds[0], size))[offset : offset + length]
+            whole = memoryview(mmap.mmap(fds[0], 0))
             os.close(fds[0])
+            if offset + length > len(whole):
+                raise ValueError(f"{offset} + {length} bytes of a file of {len(whole)}")
+            self._memory = whole[offset : offset + length]
         elif kind == b"l":
             lane = socket.socket(fileno=fds[0])
             threading.Thread(target=self._serve_lane, args=(lane,), daemon=True).start()
@@ -100,10 +104,9 @@ class _Mover:
         with lane, suppress(OSError):
             while message := lane.recv(wire.MAX_MESSAGE_BYTES):
                 verb, direct, orders = wire.unpack_orders(message)
-                for index, order in enumerate(orders):
-                    self._pool.submit(
-                        self._perform, verb, index, order, self._records[direct], ends
-                    )
+                records = self._records[direct]
+                for number, order in enumerate(orders):
+                    self._pool.submit(self._perform, verb, number, order, records, ends)
                 num_left = len(orders)
                 while num_left:
                     some = _gathered(ends, num_left)
@@ -134,8 +137,7 @@ class _Mover:
     def _read(self, order: Order, records: RecordIo) -> bool:
         segment = self._segments[order.segment]
         if order.checks_entry:
-            at = _ENTRIES_AT + order.slot * ENTRY_BYTES
-            entry = _FILES.pread(segment.index_fd, ENTRY_BYTES, at)
+            entry = _FILES.pread(segment.index_fd, ENTRY_BYTES, entry_offset(order.slot))
             if parse_entries(entry, self._namespace, order.slot).keys != [order.key]:
                 return False
         out = self._memory[order.place : order.place + order.num_bytes]
@@ -152,10 +154,10 @@ class _Mover:
         data = self._memory[order.place : order.place + order.num_bytes]
         records.write(segment.slab_fd, order.slot * segment.record_bytes, order.key, stamp, data)
         entry = pack_entry(order.slot, order.key, *stamp, order.num_bytes, self._namespace)
-        _FILES.pwrite(segment.index_fd, entry, _ENTRIES_AT + order.slot * ENTRY_BYTES)
+        _FILES.pwrite(segment.index_fd, entry, entry_offset(order.slot))
 
     def _free(self, segment: _Segment, order: Order) -> None:
-        _FILES.pwrite(segment.index_fd, FREE_ENTRY, _ENTRIES_AT + order.slot * ENTRY_BYTES)
+        _FILES.pwrite(segment.index_fd, FREE_ENTRY, entry_offset(order.slot))
 
 
 def _gathered(ends: SimpleQueue[End], num_left: int) -> list[End]:

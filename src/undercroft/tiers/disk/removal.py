@@ -30,6 +30,7 @@ from undercroft.tiers.disk.table import (
     FREE_ENTRY,
     Entries,
     IndexHeader,
+    entry_offset,
     index_bytes,
     parse_entries,
     parse_header_of,
@@ -163,7 +164,7 @@ class Removal:
         return ""
 
     def _entry(self, fd: int, header: IndexHeader, slot: int) -> Entries:
-        entry = self._files.pread(fd, ENTRY_BYTES, PAGE_BYTES + slot * ENTRY_BYTES)
+        entry = self._files.pread(fd, ENTRY_BYTES, entry_offset(slot))
         return parse_entries(entry, header.namespace, slot)
 
     def _header(self, fd: int, segment: StoredSegment) -> IndexHeader | None:
@@ -178,7 +179,7 @@ class Removal:
         """Write free entries, then have every follower read the table anew."""
         own = OwnSegment(0, header, -1, fd, segment.directory)
         for slot in slots:
-            self._files.pwrite(fd, FREE_ENTRY, own.entry_offset(slot))
+            self._files.pwrite(fd, FREE_ENTRY, entry_offset(slot))
         if slots:
             own.disk_begin(self._files)
             self._files.fdatasync(fd)

@@ -21,11 +21,11 @@ from undercroft.errors import Bug, CorruptChunk
 from undercroft.tiers.disk.buffers import PAGE_BYTES
 from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.table import (
-    ENTRY_BYTES,
     FREE_ENTRY,
     RING_ITEMS,
     Entries,
     IndexHeader,
+    entry_offset,
     index_bytes,
     next_change,
     ring_runs,
@@ -75,10 +75,6 @@ class OpenSegment:
     def slab_offset(self, slot: int) -> int:
         """Where in the slab the record of `slot` begins."""
         return slot * self.header.record_bytes
-
-    def entry_offset(self, slot: int) -> int:
-        """Where in the index the entry of `slot` begins."""
-        return PAGE_BYTES + slot * ENTRY_BYTES
 
     def place(self, slot: int) -> int:
         """Segment number and slot as the one integer that the tables hold."""
@@ -278,14 +274,14 @@ class OwnSegment(OpenSegment):
     def disk_invalidate(self, files: Files, slot: int) -> None:
         """Free the entry of `slot` on disk, if it may be in use."""
         if self.sequences[slot]:
-            files.pwrite(self.index_fd, FREE_ENTRY, self.entry_offset(slot))
+            files.pwrite(self.index_fd, FREE_ENTRY, entry_offset(slot))
             self._untold.append(slot)
             self.sequences[slot] = 0
 
     def disk_publish(self, files: Files, slot: int, entry: bytes, sequence: int) -> None:
         """Say on disk that `slot` holds a chunk."""
         self.sequences[slot] = sequence
-        files.pwrite(self.index_fd, entry, self.entry_offset(slot))
+        files.pwrite(self.index_fd, entry, entry_offset(slot))
         self._untold.append(slot)
 
     def disk_tell(self, files: Files) -> None:

@@ -38,6 +38,7 @@ __all__ = [
     "Entries",
     "IndexHeader",
     "changed_slots",
+    "entry_offset",
     "fold",
     "fold_rows",
     "index_bytes",
@@ -100,6 +101,11 @@ class Entries:
 def index_bytes(num_slots: int) -> int:
     """Size of an index file."""
     return PAGE_BYTES + padded(num_slots * ENTRY_BYTES)
+
+
+def entry_offset(slot: int) -> int:
+    """Where in an index file the entry of `slot` begins."""
+    return PAGE_BYTES + slot * ENTRY_BYTES
 
 
 def pack_header(header: IndexHeader) -> bytes:
