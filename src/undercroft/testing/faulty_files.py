@@ -78,6 +78,7 @@ class FaultyFiles(Files):
         self._places: OrderedDict[tuple[int, int], int] = OrderedDict()  # (fd, offset): bytes
         for name in CALLS:
             setattr(self, name, partial(self._call, name, getattr(super(), name)))
+        vars(self)["pread_now"] = partial(self._call_now, super().pread_now)
 
     def _call(self, name: str, call: Callable[..., Any], *args: _Bytes, **more: _Bytes) -> _Bytes:
         injector = self.faults.strike(name, _NO_KEY) if self.faults.injectors else None
@@ -93,6 +94,10 @@ class FaultyFiles(Files):
             wrong = getattr(self, f"_{effect.name.lower()}")
             return wrong(name, call, *args)
         return call(*args, **more)
+
+    def _call_now(self, call: Callable[..., bytes | None], *args: int) -> bytes | None:
+        """While anything may go wrong, reads can only be waited for."""
+        return None if self.faults.injectors else call(*args)
 
     def _refuse(
         self,

@@ -1,5 +1,6 @@
 """Asking a disk that may hang."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -31,6 +32,9 @@ class Hanging(Files):
     def pread(self, *args: Any) -> bytes:
         self.gate.wait()
         return super().pread(*args)
+
+    def pread_now(self, *args: Any) -> bytes | None:
+        return super().pread_now(*args) if self.gate.is_set() else None
 
 
 def test_a_hanging_epoch_keeps_the_asker_once_and_shortly(tmp_path: Path, wait_s: float) -> None:
@@ -108,3 +112,72 @@ def test_an_epoch_that_was_seen_stays_seen(tmp_path: Path) -> None:
     files.gate.set()
     tier.close()
     other.close()
+
+
+def watchers() -> int:
+    """Threads that read an epoch for others."""
+    return sum(thread.name.endswith("-watch") for thread in threading.enumerate())
+
+
+class Counting(Files):
+    """Counts reads that waited for nothing, and answers them or not."""
+
+    def __init__(self, *, is_cold: bool = False, is_foreign: bool = False) -> None:
+        self.is_cold, self.is_foreign = is_cold, is_foreign
+        self.num_now = 0
+
+    def open(self, path: str, flags: int) -> int:
+        if self.is_foreign and flags & os.O_NOATIME:
+            raise PermissionError(1, "only the owner may", path)
+        return super().open(path, flags)
+
+    def pread_now(self, *args: Any) -> bytes | None:
+        self.num_now += 1
+        return None if self.is_cold else super().pread_now(*args)
+
+
+def test_an_epoch_in_the_page_cache_needs_no_other_thread(tmp_path: Path) -> None:
+    """Two switches of threads in every step would be the price, much more on a busy machine."""
+    before, files, clock = watchers(), Counting(), ManualClock()
+    with (tmp_path / "probe").open("wb+", buffering=0) as probe:
+        probe.write(bytes(24))
+        if files.pread_now(probe.fileno(), 24, 0) is None:
+            pytest.skip("this file system reads nothing without waiting")
+    tier, other = disk(tmp_path, files=files, clock=clock), disk(tmp_path)
+    put(tier, 1)
+    assert tier.has(key(1))
+    clock.t += 1.0
+    other.raise_epoch()
+    assert not tier.has(key(1)), "what another raised is seen"
+    assert files.num_now > 2
+    assert watchers() == before
+    tier.close()
+    other.close()
+
+
+@pytest.mark.parametrize("trouble", ["is_cold", "is_foreign"])
+def test_an_epoch_that_is_not_at_hand_is_read_by_another_thread(
+    tmp_path: Path, trouble: str
+) -> None:
+    """The page was dropped, or the file is another user's: the answer is right all the same."""
+    before, files, clock = watchers(), Counting(**{trouble: True}), ManualClock()
+    tier, other = disk(tmp_path, files=files, clock=clock), disk(tmp_path)
+    put(tier, 1)
+    assert tier.has(key(1))
+    assert watchers() == before + 1
+    other.raise_epoch()
+    clock.t += 1.0
+    assert not tier.has(key(1))
+    assert (files.num_now == 0) == (trouble == "is_foreign")
+    tier.close()
+    other.close()
+
+
+def test_reads_without_waiting_know_what_they_cannot(tmp_path: Path) -> None:
+    """Short at the end of the file; nothing for a descriptor that is not open."""
+    files = Files()
+    fd = files.open(str(tmp_path / "file"), os.O_RDWR | os.O_CREAT)
+    files.pwrite(fd, b"abc", 0)
+    assert files.pread_now(fd, 8, 1) in (b"bc", None)
+    files.close(fd)
+    assert files.pread_now(fd, 8, 0) is None

@@ -118,6 +118,15 @@ class Files:
         """Up to `num_bytes` from `offset`; shorter only at the end of the file."""
         return os.pread(fd, num_bytes, offset)
 
+    def pread_now(self, fd: int, num_bytes: int, offset: int) -> bytes | None:
+        """As `pread`, from the page cache; None if that would wait, fails or is not to be had."""
+        buffer = bytearray(num_bytes)
+        try:
+            num_read = os.preadv(fd, [buffer], offset, os.RWF_NOWAIT)
+        except OSError:  # EAGAIN: not in memory; EOPNOTSUPP: network file systems, tmpfs
+            return None
+        return bytes(buffer[:num_read])
+
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill `buffers` in turn; returns the bytes read."""
         return os.preadv(fd, buffers, offset)

@@ -186,7 +186,9 @@ class Upkeep:
     def peek_epoch(self) -> int:
         """The epoch on disk, at most 20 ms old; -1 if it is unknown, so that nothing is served.
 
-        The scheduler thread asks: a disk that hangs keeps it 50 ms at most, and once.
+        The scheduler thread asks: it is answered from the page cache where the kernel can read
+        without waiting; elsewhere by another thread, and a disk that hangs keeps it 50 ms at most,
+        and once.
         """
         now = self._clock.now_s()
         if now - self.epoch_read_s >= EPOCH_AGE_S:
@@ -194,8 +196,14 @@ class Upkeep:
             if self.owed.take_over(self._holdings.epoch):
                 # What is here is from before that reset; others have to see the epoch move.
                 self._holdings.void(self._holdings.epoch + 1)
-            self.seen_epoch = -1 if self.owed else self.watch.read(_EPOCH_WAIT_S) or -1
+            self.seen_epoch = -1 if self.owed else self._quick_epoch()
         return self.seen_epoch
+
+    def _quick_epoch(self) -> int:
+        epoch = self.keeper.epoch_file.read_now()
+        if epoch is None:
+            epoch = self.watch.read(_EPOCH_WAIT_S)
+        return -1 if epoch is None else epoch
 
     def owe_reset(self) -> bool:
         """A reset was asked for; False: it could not be noted for other processes."""
