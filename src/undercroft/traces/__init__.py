@@ -1,0 +1,1 @@
+"""Traces of requests, as numbered prefixes: what reads, writes and records them."""
