@@ -8,6 +8,7 @@ from cases.engine import EngineCase
 from cases.engine_step import EngineStep
 from cases.first_token import FirstToken
 from cases.policies import Policies
+from cases.record import Record
 from cases.reopen import Reopen
 from cases.scheduler import Scheduler
 from cases.step import Step
@@ -17,6 +18,7 @@ CASES: tuple[Case, ...] = (
     Scheduler(),
     Step(),
     Policies(),
+    Record(),
     Disk(),
     Reopen(),
     Copies(),
