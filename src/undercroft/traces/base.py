@@ -1,8 +1,8 @@
 """What a trace is: which blocks each request had, in columns.
 
-A block stands for a whole prefix, so that blocks form trees: a request is the path from a root to its
-deepest block. That makes a trace small. Of each request only the deepest block that was seen before
-is kept, and how many new ones follow it.
+A block stands for a whole prefix, so that blocks form trees: a request is the path from a root to
+its deepest block. That makes a trace small: of each request only the deepest block that was seen
+before is kept, and how many new ones follow it.
 """
 
 from __future__ import annotations
