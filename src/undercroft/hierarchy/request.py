@@ -94,6 +94,7 @@ class Request:
         "holds",
         "id",
         "is_known",
+        "is_late",
         "limits",
         "loaded",
         "loading",
@@ -106,6 +107,7 @@ class Request:
         "promoted",
         "queued",
         "queued_s",
+        "reserve_s",
         "step",
         "why_denied",
     )
@@ -152,6 +154,10 @@ class Request:
         """When a restore stops waiting for its turn and takes what fits."""
         self.num_promoted_before = -1
         """How many were promoted when its deadline was set last; -1: no read was started."""
+        self.reserve_s = 0.0
+        """The end of its wait, in which nothing is waited for but what a cut then asks for."""
+        self.is_late = False
+        """Whether a read did not come in time: its deadline stays where it is from then on."""
         self.num_storing, self.is_known = 0, False  # known: it has offered chunks; the adapter's
         self.offered_below: set[ChunkKey] = set()
         """Keys whose one offer to choosy lower levels this request has made."""
