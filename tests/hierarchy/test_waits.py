@@ -159,9 +159,7 @@ def test_a_chunk_of_full_attention_does_not_come(
 
 @pytest.mark.parametrize("effect", EFFECTS)
 @pytest.mark.parametrize("place", [14, 15])
-def test_a_chunk_of_a_window_does_not_come(
-    worlds: list[World], effect: Effect, place: int
-) -> None:
+def test_a_chunk_of_a_window_does_not_come(worlds: list[World], effect: Effect, place: int) -> None:
     """The hit ends before it, where the window is there or can be read."""
     num_tokens, _ = hits_with(worlds, effect, [WINDOW.keys(PROMPT)[place]])
     assert num_tokens == 2 * place

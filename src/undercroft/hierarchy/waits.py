@@ -53,7 +53,7 @@ class Waits:
         """Whether to cut off what is on its way for `request`; asked when something is."""
         if request.deadline_s is None or request.is_late:
             return False
-        return 0.0 < request.reserve_s and request.deadline_s - request.reserve_s <= now_s
+        return request.reserve_s > 0.0 and request.deadline_s - request.reserve_s <= now_s
 
     def mind_reserve(self, request: Request, now_s: float) -> None:
         """Once a step, its lookups done: set time aside; when something was late, use it."""

@@ -58,7 +58,7 @@ def test_what_is_verified_is_used(tmp_path, refused, group, what):
         rig.settle()
         assert job.num_hit_tokens == place * TOKENS_PER_BLOCK
         assert rig.num_loads_checked == 1
-        assert waited < DEADLINE_S + 1.0
+        assert waited < DEADLINE_S + 3.0  # a busy machine
         if what == "hangs":
             assert waited > DEADLINE_S / 2
         assert len(read) == len(set(read)), "a chunk was read twice"
