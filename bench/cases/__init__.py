@@ -10,6 +10,7 @@ from cases.first_token import FirstToken
 from cases.policies import Policies
 from cases.record import Record
 from cases.reopen import Reopen
+from cases.restore import Restore
 from cases.scheduler import Scheduler
 from cases.step import Step
 from harness import Case
@@ -21,6 +22,7 @@ CASES: tuple[Case, ...] = (
     Record(),
     Disk(),
     Reopen(),
+    Restore(),
     Copies(),
     EngineCase(),
     EngineStep("engine_step", "tiny", 16, 1 << 20, 1000),

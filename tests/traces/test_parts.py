@@ -79,7 +79,7 @@ class Recording:
 def test_a_file_holds_what_was_added(tmp_path: Path) -> None:
     """Times from its first request on, prefixes by number, and who may read it."""
     it = Recording(tmp_path / "new" / "folder")
-    it.add(1, 2, 3, session=b"anna", kind=0)
+    it.add(1, 2, 3, session=b"anna", kind=1)
     it.clock.advance(1.5)
     it.add(1, 2, 4, session=b"bert")
     it.add(1, 2, 3, 5, session=b"anna", kind=2)
@@ -87,7 +87,7 @@ def test_a_file_holds_what_was_added(tmp_path: Path) -> None:
     it.parts.close()
     (found,) = it.all_read()
     assert found.lines == [
-        {"t": 0, "in": 391, "out": 5, "p": -1, "n": 3, "s": 0, "k": 0},
+        {"t": 0, "in": 391, "out": 5, "p": -1, "n": 3, "s": 0, "k": 1},
         {"t": 1500, "in": 391, "out": 5, "p": 1, "n": 1, "s": 1},
         {"t": 1500, "in": 519, "out": 5, "p": 2, "n": 1, "s": 0, "k": 2},
     ]

@@ -125,6 +125,16 @@ def test_what_the_engine_tells_is_exact(tmp_path: Path) -> None:
     assert found.lines == [{"t": 0, "in": 67, "out": 105, "p": -1, "n": 2, "s": 0, "k": 1}]
 
 
+def test_an_engine_that_stops_has_ended_what_it_told_of(tmp_path: Path) -> None:
+    """vLLM says so a step later, which may never come; what still runs is not recorded."""
+    rig = Rig(tmp_path).start()
+    for name in "ab":
+        rig.come(name, *prompt(1, 64))
+        rig.recorder.began([name])
+    rig.recorder.tell("b", Told(64, 3))
+    assert [line["out"] for line in rig.close().lines] == [3]
+
+
 def test_one_group_tells_the_prefixes(tmp_path: Path) -> None:
     """The others' keys name the same, and ends within a chunk are none of a block."""
     rig = Rig(tmp_path, is_ours=lambda key: key.endswith(b"-1")).start()

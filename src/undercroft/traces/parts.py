@@ -55,7 +55,7 @@ class Recorded:
     output_tokens: int
     keys: Sequence[bytes]
     session: bytes = b""
-    kind: int = -1
+    kind: int = 0
 
 
 class Parts:

@@ -34,6 +34,7 @@ _MAX_HELD_KEYS = 1 << 18
 _NONE_IS_OPEN_S = float("inf")
 _INTERVAL_S = 0.25
 _PAUSE_S = 0.0005
+_KEYS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +45,13 @@ class Told:
         input_tokens: Of its prompt.
         output_tokens: Generated.
         session: What the engine calls its session; empty if it has none.
-        kind: How it ended, as a number.
+        kind: How it ended, as a number; 0 if it does not say.
     """
 
     input_tokens: int
     output_tokens: int
     session: bytes = b""
-    kind: int = -1
+    kind: int = 0
 
 
 @dataclass(slots=True)
@@ -166,7 +167,12 @@ class Recorder:
         self._num_lost += 1
 
     def close(self, deadline_s: float) -> None:
-        """Write what waits and end the file; back by `deadline_s` though the disk hangs."""
+        """Write what waits and end the file; back by `deadline_s` though the disk hangs.
+
+        Requests of which the engine has told all have ended, though it may not have come to say so.
+        """
+        for request_id in [name for name, request in self._open.items() if request.told]:
+            self.ended(request_id)
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(max(0.0, deadline_s - self._clock.now_s()))
@@ -182,15 +188,19 @@ class Recorder:
         self._guarded(self._parts.close)
 
     def _tick(self) -> None:
+        num_keys = 0
         while self._waiting:
             request, settled_s = self._waiting.popleft()
+            num_keys += len(request.ends)
             self._num_keys_taken += len(request.ends)
             self._take_lost()
             if not self._guarded(lambda r=request, s=settled_s: self._take(r, s)):  # type: ignore[misc] # bound now
                 self._results["not_written"] += 1
                 self._parts.lose(1)
-            # In between, whoever wants the interpreter gets it.
-            self._stop.wait(_PAUSE_S)
+            if num_keys > _KEYS_AT_ONCE:
+                # Whoever waits for the interpreter gets it.
+                self._stop.wait(_PAUSE_S)
+                num_keys = 0
         self._guarded(self._parts.tick)
 
     def _guarded(self, call: Callable[[], None]) -> bool:

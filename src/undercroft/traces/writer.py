@@ -1,4 +1,4 @@
-"""Writes the compact format of traces, request by request; docs/reference/trace-format.md has it.
+"""Writes the compact format of traces, request by request; docs/reference/traces.md has it.
 
 Each write is a whole gzip member, so the file can be read to its last member at any time, also
 after its writer was killed. What is known only at the end, the totals, is written over blanks that
@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from undercroft.errors import Bug
+from undercroft.traces.base import Trace
+from undercroft.traces.compact import FORMAT
 
-__all__ = ["FORMAT", "CompactWriter", "File", "Line"]
+__all__ = ["CompactWriter", "File", "Line", "write_trace"]
 
-FORMAT = "prefix-delta-v1"
 _NOT_COMPRESSED, _COMPRESSED = 0, 6
 _MEMBER_BYTES = 128 << 10
 _TOTALS = ("requests", "unique_blocks", "block_refs", "lost")
@@ -34,7 +35,7 @@ class Line(NamedTuple):
         deepest: The id of its deepest block that an earlier line has, -1 if none has one.
         num_new: How many blocks it has below that one; they get the next ids.
         session: A number of its session, -1 if it is not known.
-        kind: A number whose meaning the header says, -1 if it is not known.
+        kind: A number whose meaning the header says, 0 if it is not known.
         num_lost: How many requests are missing between the line before and this one.
     """
 
@@ -44,7 +45,7 @@ class Line(NamedTuple):
     deepest: int
     num_new: int
     session: int = -1
-    kind: int = -1
+    kind: int = 0
     num_lost: int = 0
 
 
@@ -134,7 +135,7 @@ class CompactWriter:
         )
         if line.session >= 0:
             text += f',"s":{line.session}'
-        if line.kind >= 0:
+        if line.kind:
             text += f',"k":{line.kind}'
         if line.num_lost:
             text += f',"lost":{line.num_lost}'
@@ -179,3 +180,30 @@ class CompactWriter:
         done = 0
         while done < len(data):
             done += self._file.write(data[done:]) or 0
+
+
+def write_trace(trace: Trace, file: File, fields: Mapping[str, object] | None = None) -> None:
+    """Write a whole trace.
+
+    Args:
+        trace: What to write.
+        file: Empty, and the caller's to close.
+        fields: More for the header, such as what `k` means.
+    """
+    writer = CompactWriter(
+        file, block_tokens=trace.block_tokens, fields={"name": trace.name} | dict(fields or {})
+    )
+    columns = (
+        trace.times_ms,
+        trace.input_tokens,
+        trace.output_tokens,
+        trace.deepest,
+        trace.num_new,
+        trace.sessions,
+        trace.kinds,
+    )
+    for values in zip(*(column.tolist() for column in columns), strict=True):
+        writer.add(Line(*values))
+        if writer.is_due:
+            writer.flush()
+    writer.finish()

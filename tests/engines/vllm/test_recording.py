@@ -45,9 +45,9 @@ def test_with_our_connector_all_is_exact(tmp_path):
     assert found.blocks == BLOCKS
     assert [line["in"] for line in found.lines] == [100, 100, 130, 20]
     assert [line["out"] for line in found.lines] == [0, 40, 0, 0]
-    assert [line["k"] for line in found.lines] == [0, 0, 0, 0]
+    assert [line["k"] for line in found.lines] == [1, 1, 1, 1]
     assert found.header["k"] == KINDS
-    assert re.match(r"how it ended: 0 stop, 1 length, 2 abort", KINDS)
+    assert re.match(r"how it ended: 1 stop, 2 length, 3 abort", KINDS)
     assert found.header["block_tokens"] == 32
     assert results["written"] == 4
     assert results.total() == 4
@@ -90,7 +90,7 @@ def test_an_aborted_request_is_recorded_if_it_ran(tmp_path):
         rig.settle()
         rig.run(prompt(3, 64))
     (file,) = tmp_path.glob("trace-*")
-    assert [line["k"] for line in read(file).lines] == [2, 0]
+    assert [line["k"] for line in read(file).lines] == [3, 1]
 
 
 def test_nothing_is_recorded_unasked(tmp_path, monkeypatch):

@@ -15,7 +15,8 @@ __all__ = ["KINDS", "Recording"]
 
 _LOG = logging.getLogger(__name__)
 
-KINDS = "how it ended: " + ", ".join(f"{int(reason)} {reason}" for reason in FinishReason)
+_KIND_OF = {reason: kind for kind, reason in enumerate(FinishReason, 1)}
+KINDS = "how it ended: " + ", ".join(f"{kind} {reason}" for reason, kind in _KIND_OF.items())
 
 
 class Recording:
@@ -57,7 +58,7 @@ class Recording:
             request.num_prompt_tokens,
             request.num_output_tokens,
             session=str(session).encode() if session else b"",
-            kind=-1 if reason is None else int(reason),
+            kind=0 if reason is None else _KIND_OF[reason],
         )
         self._recorder.tell(request.request_id, told)
 
