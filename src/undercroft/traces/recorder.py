@@ -171,11 +171,14 @@ class Recorder:
 
         Requests of which the engine has told all have ended, though it may not have come to say so.
         """
-        for request_id in [name for name, request in self._open.items() if request.told]:
-            self.ended(request_id)
+        self._guarded(self._end_those_told)
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(max(0.0, deadline_s - self._clock.now_s()))
+
+    def _end_those_told(self) -> None:
+        for request_id in [name for name, request in self._open.items() if request.told]:
+            self.ended(request_id)
 
     # --- the thread's -------------------------------------------------------------------------
 

@@ -136,7 +136,7 @@ def test_a_fault_in_the_recorder_is_no_fault_of_the_engine(tmp_path, monkeypatch
         rig.run(prompt(1, 100))
         assert rig.run(prompt(1, 100)).num_hit_tokens == 96
         assert not rig.manager.is_off
-    assert caplog.text.count("fault while recording") == 1
+    assert caplog.text.count("fault while recording; ") == 1
 
 
 def test_a_place_that_cannot_be_written_to_is_no_fault_of_the_engine(tmp_path, caplog):
