@@ -56,8 +56,8 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "simulate",
         "replay a trace of requests: which policy, at which size, finds how much",
         description="Replays a trace through the classes that an engine would run, one level "
-        "alone, and shows which share of its blocks and tokens each policy finds, beside the optimum "
-        "(belady, which knows the future) and room for everything (unbounded).",
+        "alone, and shows which share of its blocks and tokens each policy finds, beside the "
+        "optimum (belady, which knows the future) and room for everything (unbounded).",
     )
     parser.add_argument(
         "--trace", required=True, metavar="FILE", help="the requests, plain or compressed with gzip"

@@ -8,9 +8,9 @@ what is computed of them costs accordingly.
 
 How they are found: blocks form trees; each is cut into *spines*, a block going on with that of its
 children that has most blocks below it. Along a spine last uses do not get newer either, so a stack
-of (down to which depth, last used by) is all that it needs, and a request pops what it covers. A path
-meets O(log blocks) spines, and as with the `access` of link-cut trees a request finds O(log blocks)
-stretches, amortized (Sleator & Tarjan, "A data structure for dynamic trees", 1983).
+of (down to which depth, last used by) is all that it needs, and a request pops what it covers. A
+path meets O(log blocks) spines, and as with the `access` of link-cut trees a request finds
+O(log blocks) stretches, amortized (Sleator & Tarjan, "A data structure for dynamic trees", 1983).
 """
 
 from __future__ import annotations
