@@ -141,8 +141,8 @@ def parse_prices(text: str, years: float) -> Prices:
         match = _PRICE.fullmatch(part)
         if not match or match[1] in found:
             raise ConfigError(
-                f"--prices has {part.strip()!r}, but takes each of host, disk and engine once, with "
-                'what it is for: "host=4/GiB,disk=80/TiB,engine=2.50/h"'
+                f"--prices has {part.strip()!r}, but takes each of host, disk and engine once, "
+                'with what it is for: "host=4/GiB,disk=80/TiB,engine=2.50/h"'
             )
         found[match[1]] = float(match[2]) / _unit(match[1], match[3])
     return _prices(found, years)
