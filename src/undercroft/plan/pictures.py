@@ -283,11 +283,9 @@ def _writes(axes: Any, told: Told) -> None:  # noqa: ANN401 - as above
     axes.bar(places, written, width=0.56, color=colours)
     for place, amount in zip(places, written, strict=True):
         text = f"{amount:,.2f} TB" if amount < 10 else f"{amount:,.0f} TB"  # noqa: PLR2004 - digits
-        if rated:
-            text += f"\n{amount / rated[place]:.1f}x its rating"
         axes.text(
-            place, 0.03 * max(written), text, ha="center", va="bottom", fontsize=10, color=PAPER,
-            fontweight="bold", linespacing=1.4,
+            place, 0.015 * max(written), text, ha="center", va="bottom", fontsize=11, color=PAPER,
+            fontweight="bold",
         )  # fmt: skip
     shown = max(written)
     for place, most in zip(places, rated, strict=False):
@@ -295,7 +293,11 @@ def _writes(axes: Any, told: Told) -> None:  # noqa: ANN401 - as above
             axes.plot([place - 0.38, place + 0.38], [most, most], color=INK, linewidth=2)
             shown = max(shown, most)
     axes.set_ylim(0, 1.1 * shown)
-    axes.set_xticks(places, [format_bytes(size) for size in disks])
+    names = [format_bytes(size) for size in disks]
+    if rated:
+        wear = [amount / most for amount, most in zip(written, rated, strict=True)]
+        names = [f"{name}\n{each:.1f}x rated" for name, each in zip(names, wear, strict=True)]
+    axes.set_xticks(places, names, linespacing=1.5)
     axes.tick_params(axis="x", length=0)
     axes.set_ylabel("written a day, TB")
     axes.grid(axis="y")
