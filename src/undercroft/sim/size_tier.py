@@ -19,10 +19,10 @@ from undercroft.hierarchy.transfers import Transfers
 from undercroft.keys import ChunkKey
 
 if TYPE_CHECKING:
-    from typing_extensions import override
+    from typing_extensions import override as _override
 else:  # in `typing` from 3.12 on
 
-    def override(method):  # noqa: ANN001, ANN202 - typed above
+    def _override(method):  # noqa: ANN001, ANN202 - typed above
 
         return method
 
@@ -170,7 +170,7 @@ class TimedTransfers(Transfers):
         """When the next move ends; infinite where none is under way."""
         return self._under_way[0][0] if self._under_way else float("inf")
 
-    @override
+    @_override
     def read(self, key: ChunkKey, out: memoryview, deadline_s: float) -> int:
         """See `Transfers.read`."""
         start_s = max(self._time.now_s(), self._reading_until_s)
@@ -178,7 +178,7 @@ class TimedTransfers(Transfers):
             self._reading_until_s = start_s + self._read_s
         return self._begin_at(Op.READ, key, out, (start_s, self._read_s, deadline_s))
 
-    @override
+    @_override
     def write(
         self,
         key: ChunkKey,
@@ -196,7 +196,7 @@ class TimedTransfers(Transfers):
         self._queued_writes_bytes += data.nbytes
         return self._begin_at(Op.WRITE, key, data, (start_s, self._write_s, deadline_s))
 
-    @override
+    @_override
     def delete(self, key: ChunkKey) -> int:
         """See `Transfers.delete`."""
         now_s = self._time.now_s()
@@ -218,7 +218,7 @@ class TimedTransfers(Transfers):
         heappush(self._under_way, (end_s, move.ticket, move))
         return move.ticket
 
-    @override
+    @_override
     def poll(self, max_outcomes: int = 1024) -> list[Done]:
         """See `Transfers.poll`."""
         now_s, done = self._time.now_s(), list[Done]()
@@ -252,19 +252,19 @@ class TimedTransfers(Transfers):
             buffer_free=True,
         )
 
-    @override
+    @_override
     def take_released(self) -> list[int]:
         """See `Transfers.take_released`."""
         return []
 
     @property
-    @override
+    @_override
     def has_news(self) -> bool:
         """See `Transfers.has_news`."""
         return bool(self._under_way)
 
     @property
-    @override
+    @_override
     def queued_write_bytes(self) -> int:
         """See `Transfers.queued_write_bytes`."""
         starts, now_s = self._write_starts, self._time.now_s()
@@ -273,17 +273,17 @@ class TimedTransfers(Transfers):
         return self._queued_writes_bytes
 
     @property
-    @override
+    @_override
     def queued_read_bytes(self) -> int:
         """See `Transfers.queued_read_bytes`."""
         return 0
 
-    @override
+    @_override
     def drain(self, deadline_s: float) -> bool:  # noqa: ARG002 - the same signature
         """See `Transfers.drain`."""
         return not self._under_way
 
-    @override
+    @_override
     def close(self, deadline_s: float) -> bool:  # noqa: ARG002 - the same signature
         """See `Transfers.close`."""
         self._under_way.clear()
