@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from undercroft.keys import ChunkKey
 
-__all__ = ["EvictionPolicy", "InRuns"]
+__all__ = ["EvictionPolicy", "Evicting", "InRuns", "Learning"]
 
 
 class EvictionPolicy(Protocol):
@@ -60,5 +60,36 @@ class InRuns(Protocol):
 
         Args:
             stride: Leave all out but every nth; those cost hardly anything.
+        """
+        ...
+
+
+@runtime_checkable
+class Learning(Protocol):
+    """A policy that wants to know of whole requests, found by `isinstance`."""
+
+    def on_request(self, keys: Sequence[ChunkKey], now_s: float, kind: int = 0) -> None:
+        """A request has ended that used `keys`.
+
+        Called once a request and group, before `on_insert` and `on_hit` of the same keys.
+
+        Args:
+            keys: Of one group, root first, without holes; of full chunks only. Resident or not.
+            now_s: The clock's time.
+            kind: How the request ended, as far as the engine tells: bit 0 = it ended the turn,
+                bit 1 = a sub-agent's call.
+        """
+        ...
+
+
+@runtime_checkable
+class Evicting(Protocol):
+    """A policy that evicts many at once itself, and knows then what could not go."""
+
+    def evict(self, num_keys: int, is_kept: Callable[[ChunkKey], bool]) -> list[ChunkKey]:
+        """Evict up to `num_keys`, as `on_evict` of each of `victims` would, but none that is kept.
+
+        A kept key is not used by that, nor called hit afterwards. Bounded: fewer may be found than
+        there are; the next call goes on.
         """
         ...

@@ -1,0 +1,216 @@
+"""What is known of prefixes, resident or not: how often and when they were used, and how so.
+
+One row a prefix, in packed columns; a key is known by a fingerprint, the key itself is not kept.
+Rows lie in sets of eight, as in a processor's cache: the fingerprint says which set, and the
+longest unused row of a set makes way for a new one. So there is no index beside the rows, nothing
+to rehash, and the bound holds by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+from undercroft.keys import ChunkKey
+from undercroft.policies.reuse_curves import ReuseCurves
+
+__all__ = ["NUM_CLASSES", "KnownPrefixes", "Seen"]
+
+_WAYS = 8
+_TICKS = 16  # a second
+_MAX_SIGHTS = 255
+_NEAR_END, _TRACKED = 1, 2
+_CLS_SHIFT, _SIGHTS_SHIFT = 2, 8
+_NUM_NEAR_END = 3
+_NUM_KINDS = 4
+NUM_CLASSES = 2 * _NUM_KINDS * 4
+_SIGHTS_CLASS = np.zeros(_MAX_SIGHTS + 1, dtype=np.uint16)
+for _least, _class in ((2, 1), (3, 2), (6, 3)):
+    _SIGHTS_CLASS[_least:] = _class
+_MAX_OPEN = 1 << 16
+_LEARN_EVERY = 256
+_MAX_RECENT = 64
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a request came to.
+
+    Args:
+        serial: Counts requests.
+        rows: One a key, root first.
+        starts: Where along the path a new class begins; the first is 0.
+        classes: Of each of those stretches.
+        recency: Stretches (start, length, prefixes used since) of known keys from the root on.
+    """
+
+    serial: int
+    now_s: float
+    keys: Sequence[ChunkKey]
+    rows: NDArray[np.int32]
+    starts: list[int]
+    classes: list[int]
+    recency: list[tuple[int, int, float]] = field(default_factory=list)
+
+
+class KnownPrefixes:
+    """The table, shared by the policies of all levels, and the curves learned with it.
+
+    Args:
+        max_prefixes: How many prefixes are known at most, about.
+        seed: Of the choice which waits are watched.
+
+    Threads: one. Memory: 14 bytes a row, committed as rows come into use.
+    """
+
+    def __init__(self, max_prefixes: int, seed: int = 0) -> None:
+        num_sets = 1
+        while num_sets * _WAYS < max_prefixes:
+            num_sets *= 2
+        self.num_rows = num_sets * _WAYS
+        self._shift = np.uint64(64 - (num_sets.bit_length() - 1)) if num_sets > 1 else None
+        self._prints = np.zeros(self.num_rows, dtype=np.uint64)
+        self._sets = self._prints.reshape(num_sets, _WAYS)
+        self._used = np.zeros(self.num_rows, dtype=np.int32)
+        self._state = np.zeros(self.num_rows, dtype=np.uint16)
+        self._prints_view = memoryview(self._prints)
+        self._random = Random(seed)  # noqa: S311 - repeatable on purpose
+        self.curves = ReuseCurves(NUM_CLASSES)
+        self._open_rows = np.zeros(_MAX_OPEN, dtype=np.int32)
+        self._open_since = np.zeros(_MAX_OPEN, dtype=np.int32)
+        self._num_opened = 0
+        self._recent: dict[ChunkKey, Seen] = {}
+        self._start_s: float | None = None
+        self.serial = 0
+        self.version = 0
+        self.in_use: list[Callable[[NDArray[np.int64]], NDArray[np.bool_]]] = []
+
+    # --- looking up ---------------------------------------------------------------------------
+
+    def find(self, key: ChunkKey) -> int:
+        """The row of `key`, or -1. Cost: 1 us."""
+        print_ = xxh3_64_intdigest(key) or 1
+        first = (print_ >> int(self._shift)) * _WAYS if self._shift is not None else 0
+        view = self._prints_view
+        for row in range(first, first + _WAYS):
+            if view[row] == print_:
+                return row
+        return -1
+
+    def see(self, keys: Sequence[ChunkKey], now_s: float, kind: int) -> Seen:
+        """A request used `keys`, root first. Told twice of the same one, it is seen once."""
+        recent = self._recent.get(keys[-1])
+        if recent is not None and recent.now_s == now_s and len(recent.keys) == len(keys):
+            return recent
+        seen = self._see(keys, now_s, kind)
+        if len(self._recent) >= _MAX_RECENT:
+            self._recent.clear()
+        self._recent[keys[-1]] = seen
+        return seen
+
+    def _see(self, keys: Sequence[ChunkKey], now_s: float, kind: int) -> Seen:
+        if self._start_s is None:
+            self._start_s = now_s
+        now = min(_INT32_MAX, max(1, int((now_s - self._start_s) * _TICKS) + 1))
+        self.serial += 1
+        num = len(keys)
+        prints = np.fromiter(map(xxh3_64_intdigest, keys), np.uint64, num)
+        rows, num_known = self._rows(prints, now)
+        if len(rows) < num:
+            keys, num = keys[: len(rows)], len(rows)
+            if not num:
+                return Seen(self.serial, now_s, keys, rows, [], [])
+        state = self._state[rows]
+        continuing = num_known > 0 and int(state[num_known - 1]) & _NEAR_END
+        used = self._used[rows]
+        for i in np.flatnonzero(state & _TRACKED).tolist():
+            age_s = (now - int(used[i])) / _TICKS
+            self.curves.finish(int(state[i]) >> _CLS_SHIFT & (NUM_CLASSES - 1), age_s)
+        sights = np.minimum(state >> _SIGHTS_SHIFT, _MAX_SIGHTS - 1) + 1
+        by_sights = _SIGHTS_CLASS[sights]
+        first_class = ((4 if continuing else 0) + (kind & 3)) * 4
+        starts = [0, *(np.flatnonzero(by_sights[1:] != by_sights[:-1]) + 1).tolist()]
+        classes = [first_class + int(by_sights[start]) for start in starts]
+        state = (sights << _SIGHTS_SHIFT) | ((by_sights + first_class) << _CLS_SHIFT)
+        state[-_NUM_NEAR_END:] |= _NEAR_END
+        voted: set[int] = set()
+        for i, start in enumerate(starts):
+            if classes[i] in voted:
+                continue
+            voted.add(classes[i])
+            stop = starts[i + 1] if i + 1 < len(starts) else num
+            at = start + int(self._random.random() * (stop - start))
+            state[at] |= _TRACKED
+            slot = self._num_opened % _MAX_OPEN
+            self._open_rows[slot] = rows[at]
+            self._open_since[slot] = now
+            self._num_opened += 1
+        self._state[rows] = state
+        self._used[rows] = now
+        if self.serial % _LEARN_EVERY == 0:
+            self._learn(now)
+        return Seen(self.serial, now_s, keys, rows, starts, classes)
+
+    def _rows(self, prints: NDArray[np.uint64], now: int) -> tuple[NDArray[np.int64], int]:
+        """A row for each, and the number up to the deepest that was known.
+
+        Shorter where all rows of a set are in use.
+        """
+        np.maximum(prints, 1, out=prints)
+        if self._shift is None:
+            sets = np.zeros(len(prints), dtype=np.int64)
+        else:
+            sets = (prints >> self._shift).astype(np.int64)
+        match = self._sets.take(sets, axis=0) == prints[:, None]
+        rows = sets * _WAYS + match.argmax(axis=1)
+        absent = np.flatnonzero(self._prints[rows] != prints)
+        if not len(absent):
+            return rows, len(prints)
+        num_known = int(absent[0])
+        if len(absent) < len(prints) - num_known:
+            known = np.ones(len(prints), dtype=bool)
+            known[absent] = False
+            num_known = int(np.flatnonzero(known)[-1]) + 1
+        for i, print_, first in zip(
+            absent.tolist(), prints[absent].tolist(), (sets[absent] * _WAYS).tolist(), strict=True
+        ):
+            row = self._new_row(first, print_, now)
+            if row < 0:
+                return rows[:i], min(i, num_known)
+            rows[i] = row
+        return rows, num_known
+
+    def _new_row(self, first: int, print_: int, now: int) -> int:
+        """The longest unused row of a set that is not in use; -1 if all are."""
+        used = self._used[first : first + _WAYS].copy()
+        way = int(used.argmin())
+        if used[way]:
+            candidates = np.arange(first, first + _WAYS)
+            for in_use in self.in_use:
+                used[in_use(candidates)] = _INT32_MAX
+            used[used == now] = _INT32_MAX
+            way = int(used.argmin())
+            if used[way] == _INT32_MAX:
+                return -1
+        row = first + way
+        self._prints_view[row] = print_
+        self._state[row] = 0
+        self._used[row] = now
+        return row
+
+    # --- learning -----------------------------------------------------------------------------
+
+    def _learn(self, now: int) -> None:
+        num = min(self._num_opened, _MAX_OPEN)
+        rows, since = self._open_rows[:num], self._open_since[:num]
+        state = self._state[rows]
+        is_open = np.flatnonzero((state & _TRACKED != 0) & (self._used[rows] == since))
+        cls = (state[is_open] >> _CLS_SHIFT & (NUM_CLASSES - 1)).astype(np.int64)
+        self.curves.learn(cls, (now - since[is_open]) / _TICKS, now / _TICKS)
+        self.version += 1
