@@ -163,7 +163,7 @@ class Hazard:
         path = self._coldest()
         if path is not None:
             yield from self._paths.chunks(path, path.hi, path.floor)
-            yield from rehearse(self._paths, path, self._rank)
+        yield from rehearse(self._paths, path, self._rank)
 
     def evict(self, num_keys: int, is_kept: Callable[[ChunkKey], bool]) -> list[ChunkKey]:
         """See `Evicting`."""
@@ -202,9 +202,9 @@ class Hazard:
     def _evict_above(
         self, evicted: list[ChunkKey], num_keys: int, is_kept: Callable[[ChunkKey], bool]
     ) -> None:
-        """Every end is kept: take what lies above one."""
+        """Every end is kept, or carries one that is: take what lies above."""
         num_looks = 0
-        for path in [path for path in self._aside if path.is_aside and path.num]:
+        for path in list(self._paths):
             for key in list(self._paths.chunks(path, path.hi, 0)):
                 if not is_kept(key):
                     self.on_evict(key)

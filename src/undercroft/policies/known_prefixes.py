@@ -8,6 +8,7 @@ to rehash, and the bound holds by itself.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -23,12 +24,15 @@ __all__ = ["NUM_CLASSES", "KnownPrefixes", "Seen"]
 
 _WAYS = 8
 _TICKS = 16  # a second
-_MAX_SIGHTS = 255
+_MAX_SIGHTS = 127
 _NEAR_END, _TRACKED = 1, 2
-_CLS_SHIFT, _SIGHTS_SHIFT = 2, 8
+_CLS_SHIFT, _SIGHTS_SHIFT = 2, 9
 _NUM_NEAR_END = 3
-_NUM_KINDS = 4
-NUM_CLASSES = 2 * _NUM_KINDS * 4
+_GAPS_S = (5.0, 30.0, 300.0)
+_NUM_GAPS, _NUM_KINDS, _NUM_SIGHTS = 4, 4, 4
+NUM_CLASSES = 2 * _NUM_GAPS * _NUM_KINDS * _NUM_SIGHTS
+"""Whether the request continued another; how long what it continued had waited; how it ended; and
+how often the prefix has been seen: once, twice, up to 5 times, more often."""
 _SIGHTS_CLASS = np.zeros(_MAX_SIGHTS + 1, dtype=np.uint16)
 for _least, _class in ((2, 1), (3, 2), (6, 3)):
     _SIGHTS_CLASS[_least:] = _class
@@ -108,7 +112,7 @@ class KnownPrefixes:
         recent = self._recent.get(keys[-1])
         if recent is not None and recent.now_s == now_s and len(recent.keys) == len(keys):
             return recent
-        seen = self._see(keys, now_s, kind)
+        seen = self._see(keys, now_s, kind & (_NUM_KINDS - 1))
         if len(self._recent) >= _MAX_RECENT:
             self._recent.clear()
         self._recent[keys[-1]] = seen
@@ -127,14 +131,17 @@ class KnownPrefixes:
             if not num:
                 return Seen(self.serial, now_s, keys, rows, [], [])
         state = self._state[rows]
-        continuing = num_known > 0 and int(state[num_known - 1]) & _NEAR_END
         used = self._used[rows]
+        continuing, gap = 0, 0
+        if num_known:
+            continuing = int(state[num_known - 1]) & _NEAR_END
+            gap = bisect_right(_GAPS_S, (now - int(used[num_known - 1])) / _TICKS)
         for i in np.flatnonzero(state & _TRACKED).tolist():
             age_s = (now - int(used[i])) / _TICKS
             self.curves.finish(int(state[i]) >> _CLS_SHIFT & (NUM_CLASSES - 1), age_s)
         sights = np.minimum(state >> _SIGHTS_SHIFT, _MAX_SIGHTS - 1) + 1
         by_sights = _SIGHTS_CLASS[sights]
-        first_class = ((4 if continuing else 0) + (kind & 3)) * 4
+        first_class = ((continuing * _NUM_GAPS + gap) * _NUM_KINDS + kind) * _NUM_SIGHTS
         starts = [0, *(np.flatnonzero(by_sights[1:] != by_sights[:-1]) + 1).tolist()]
         classes = [first_class + int(by_sights[start]) for start in starts]
         state = (sights << _SIGHTS_SHIFT) | ((by_sights + first_class) << _CLS_SHIFT)

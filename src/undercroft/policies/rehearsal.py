@@ -12,13 +12,13 @@ __all__ = ["rehearse"]
 
 
 def rehearse(
-    paths: Paths, first: Path, rank: Callable[[Path, int], tuple[float, int]]
+    paths: Paths, first: Path | None, rank: Callable[[Path, int], tuple[float, int]]
 ) -> Iterator[ChunkKey]:
     """What goes after the run of chunks at the end of `first`; each resident chunk of a path once.
 
     Args:
         paths: All there are.
-        first: Its end, down to its floor, has gone.
+        first: Its end, down to its floor, has gone; None: nothing has.
         rank: Of a path whose end is of that class; the least goes first.
 
     Cost: O(paths) before the first chunk, then O(log paths) a run.
@@ -51,7 +51,7 @@ def rehearse(
                 break
         heappush(heap, (rank(path, cls), path.id, floor))
 
-    if first.id in left:
+    if first is not None:
         left[first.id] = first.floor
     for path in every.values():
         queue(path)

@@ -86,8 +86,15 @@ class ReuseCurves:
         num = min(NUM_BUCKETS, bucket_of(_SPAN_MARGIN * span_s) + 1)
         pooled = self._pooled(self.ended.sum(axis=0), exposure_s.sum(axis=0))
         weight = _CLASS_WEIGHT * _WIDTHS
-        hazard = (self.ended + weight * pooled) / (exposure_s + weight)
-        self.index = _best_rates(hazard[:, :num])
+        # A class of which nothing was seen is worth what the pool is: one row for all of those.
+        seen = np.flatnonzero(passed.any(axis=1))
+        ended = np.concatenate([self.ended[seen], np.zeros((1, NUM_BUCKETS))])
+        exposure_s = np.concatenate([exposure_s[seen], np.zeros((1, NUM_BUCKETS))])
+        hazard = (ended + weight * pooled) / (exposure_s + weight)
+        rows = _best_rates(hazard[:, :num])
+        self.index = [rows[-1]] * num_classes
+        for cls, row in zip(seen.tolist(), rows, strict=False):
+            self.index[cls] = row
         self.ended *= _DECAY
         self.partial_s *= _DECAY
 
