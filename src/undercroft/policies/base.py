@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from undercroft.keys import ChunkKey
 
-__all__ = ["EvictionPolicy", "Evicting", "InRuns", "Learning"]
+__all__ = ["Evicting", "EvictionPolicy", "InRuns", "Learning"]
 
 
 class EvictionPolicy(Protocol):

@@ -26,7 +26,6 @@ from undercroft.policies.reuse_curves import bucket_of
 
 __all__ = ["Hazard"]
 
-_KNOWN_PER_CHUNK, _MIN_KNOWN, _MAX_KNOWN = 64, 1 << 12, 1 << 22
 _MIN_WAITS = 300
 """Finished waits before what was learned is trusted."""
 _MAX_LOOKS = 512
@@ -56,8 +55,7 @@ class Hazard:
                 f"policy hazard: capacity_chunks is {capacity_chunks}; give 1 or more"
             )
         if known is None:
-            num_known = _KNOWN_PER_CHUNK * capacity_chunks
-            known = KnownPrefixes(min(max(num_known, _MIN_KNOWN), _MAX_KNOWN))
+            known = KnownPrefixes.for_chunks(capacity_chunks)
         self.known = known
         self._paths = Paths(known.num_rows)
         known.in_use.append(self._paths.are_needed)
@@ -83,9 +81,9 @@ class Hazard:
         if not keys:
             return
         seen = self.known.see(keys, now_s, kind)
-        self._now_s = now_s
+        self._now_s = seen.now_s
         self._picked = None
-        self._take_back(now_s - _ASIDE_S)
+        self._take_back(seen.now_s - _ASIDE_S)
         if not seen.keys:
             return
         absent = self._paths.absent(seen)
@@ -167,6 +165,8 @@ class Hazard:
 
     def evict(self, num_keys: int, is_kept: Callable[[ChunkKey], bool]) -> list[ChunkKey]:
         """See `Evicting`."""
+        if num_keys <= 0:
+            return []
         evicted = self._evict_strays(num_keys, is_kept) if self._num_strays else []
         num_looks = 0
         while len(evicted) < num_keys and num_looks < _MAX_LOOKS:
@@ -281,8 +281,8 @@ class Hazard:
 
     @property
     def is_acting_as_lru(self) -> bool:
-        """Whether too little is known yet: then the longest unused goes first."""
-        return self.known.curves.num_waits < _MIN_WAITS
+        """Whether too little is known, or time stands still: then the longest unused goes first."""
+        return self.known.curves.num_waits < _MIN_WAITS or self.known.is_stopped
 
     def _rank(self, path: Path, cls: int) -> tuple[float, int]:
         """The least goes first."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 import numpy as np
@@ -23,6 +23,8 @@ from undercroft.policies.reuse_curves import ReuseCurves
 __all__ = ["NUM_CLASSES", "KnownPrefixes", "Seen"]
 
 _WAYS = 8
+_KNOWN_PER_CHUNK_BELOW = 2
+_KNOWN_PER_CHUNK, _MIN_KNOWN, _MAX_KNOWN = 64, 1 << 12, 1 << 22
 _TICKS = 16  # a second
 _MAX_SIGHTS = 127
 _NEAR_END, _TRACKED = 1, 2
@@ -48,19 +50,18 @@ class Seen:
 
     Args:
         serial: Counts requests.
+        now_s: When it ended, by the table's own time.
         rows: One a key, root first.
         starts: Where along the path a new class begins; the first is 0.
         classes: Of each of those stretches.
-        recency: Stretches (start, length, prefixes used since) of known keys from the root on.
     """
 
     serial: int
     now_s: float
     keys: Sequence[ChunkKey]
-    rows: NDArray[np.int32]
+    rows: NDArray[np.int64]
     starts: list[int]
     classes: list[int]
-    recency: list[tuple[int, int, float]] = field(default_factory=list)
 
 
 class KnownPrefixes:
@@ -69,6 +70,9 @@ class KnownPrefixes:
     Args:
         max_prefixes: How many prefixes are known at most, about.
         seed: Of the choice which waits are watched.
+
+    Attributes:
+        is_stopped: The clock has not moved for hundreds of requests: ages mean nothing.
 
     Threads: one. Memory: 14 bytes a row, committed as rows come into use.
     """
@@ -83,17 +87,25 @@ class KnownPrefixes:
         self._sets = self._prints.reshape(num_sets, _WAYS)
         self._used = np.zeros(self.num_rows, dtype=np.int32)
         self._state = np.zeros(self.num_rows, dtype=np.uint16)
-        self._prints_view = memoryview(self._prints)
+        self._prints_view = self._prints.data
         self._random = Random(seed)  # noqa: S311 - repeatable on purpose
         self.curves = ReuseCurves(NUM_CLASSES)
         self._open_rows = np.zeros(_MAX_OPEN, dtype=np.int32)
         self._open_since = np.zeros(_MAX_OPEN, dtype=np.int32)
         self._num_opened = 0
-        self._recent: dict[ChunkKey, Seen] = {}
-        self._start_s: float | None = None
+        self._recent: dict[ChunkKey, tuple[float, int, Seen | None]] = {}
+        self._last_s: float | None = None
+        self._elapsed_s = 0.0
+        self._learned_at = -1
+        self.is_stopped = False
         self.serial = 0
-        self.version = 0
         self.in_use: list[Callable[[NDArray[np.int64]], NDArray[np.bool_]]] = []
+
+    @classmethod
+    def for_chunks(cls, num_chunks: int, num_below: int = 0) -> KnownPrefixes:
+        """As many prefixes as pay for a level of `num_chunks`, and lower ones of `num_below`."""
+        wanted = max(_KNOWN_PER_CHUNK * num_chunks, _KNOWN_PER_CHUNK_BELOW * num_below)
+        return cls(min(max(wanted, _MIN_KNOWN), _MAX_KNOWN))
 
     # --- looking up ---------------------------------------------------------------------------
 
@@ -109,19 +121,25 @@ class KnownPrefixes:
 
     def see(self, keys: Sequence[ChunkKey], now_s: float, kind: int) -> Seen:
         """A request used `keys`, root first. Told twice of the same one, it is seen once."""
-        recent = self._recent.get(keys[-1])
-        if recent is not None and recent.now_s == now_s and len(recent.keys) == len(keys):
-            return recent
-        seen = self._see(keys, now_s, kind & (_NUM_KINDS - 1))
+        number = len(keys)
+        told_at_s, told, seen = self._recent.get(keys[-1], (now_s, 0, None))
+        if seen is not None and told == number and told_at_s == now_s:
+            return seen
+        if len(set(keys)) < number:
+            keys = list(dict.fromkeys(keys))
+        # A clock that is set back, or stands, makes no age negative.
+        if self._last_s is not None:
+            self._elapsed_s += max(0.0, now_s - self._last_s)
+        self._last_s = now_s
+        seen = self._see(keys, kind & (_NUM_KINDS - 1))
         if len(self._recent) >= _MAX_RECENT:
             self._recent.clear()
-        self._recent[keys[-1]] = seen
+        self._recent[keys[-1]] = now_s, number, seen
         return seen
 
-    def _see(self, keys: Sequence[ChunkKey], now_s: float, kind: int) -> Seen:
-        if self._start_s is None:
-            self._start_s = now_s
-        now = min(_INT32_MAX, max(1, int((now_s - self._start_s) * _TICKS) + 1))
+    def _see(self, keys: Sequence[ChunkKey], kind: int) -> Seen:
+        now_s = self._elapsed_s
+        now = min(_INT32_MAX - 1, int(now_s * _TICKS) + 1)
         self.serial += 1
         num = len(keys)
         prints = np.fromiter(map(xxh3_64_intdigest, keys), np.uint64, num)
@@ -184,27 +202,30 @@ class KnownPrefixes:
             known = np.ones(len(prints), dtype=bool)
             known[absent] = False
             num_known = int(np.flatnonzero(known)[-1]) + 1
+        mine = set(rows.tolist())  # and some of others, of whom no harm is done either
         for i, print_, first in zip(
             absent.tolist(), prints[absent].tolist(), (sets[absent] * _WAYS).tolist(), strict=True
         ):
-            row = self._new_row(first, print_, now)
+            row = self._new_row(first, print_, now, mine)
             if row < 0:
                 return rows[:i], min(i, num_known)
             rows[i] = row
         return rows, num_known
 
-    def _new_row(self, first: int, print_: int, now: int) -> int:
-        """The longest unused row of a set that is not in use; -1 if all are."""
+    def _new_row(self, first: int, print_: int, now: int, mine: set[int]) -> int:
+        """The longest unused row of a set that nobody needs, nor is in `mine`; else -1."""
         used = self._used[first : first + _WAYS].copy()
         way = int(used.argmin())
         if used[way]:
             candidates = np.arange(first, first + _WAYS)
             for in_use in self.in_use:
                 used[in_use(candidates)] = _INT32_MAX
-            used[used == now] = _INT32_MAX
+            for row in mine.intersection(range(first, first + _WAYS)):
+                used[row - first] = _INT32_MAX
             way = int(used.argmin())
             if used[way] == _INT32_MAX:
                 return -1
+        mine.add(first + way)
         row = first + way
         self._prints_view[row] = print_
         self._state[row] = 0
@@ -220,4 +241,5 @@ class KnownPrefixes:
         is_open = np.flatnonzero((state & _TRACKED != 0) & (self._used[rows] == since))
         cls = (state[is_open] >> _CLS_SHIFT & (NUM_CLASSES - 1)).astype(np.int64)
         self.curves.learn(cls, (now - since[is_open]) / _TICKS, now / _TICKS)
-        self.version += 1
+        self.is_stopped = now == self._learned_at
+        self._learned_at = now

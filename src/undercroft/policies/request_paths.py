@@ -71,7 +71,7 @@ class Paths:
     def __init__(self, num_rows: int) -> None:
         # The path that a row's chunk is resident in; -2 - path: it would be, once it comes in.
         self._owner = np.full(num_rows, _ABSENT, dtype=np.int32)
-        self._owner_of = memoryview(self._owner)
+        self._owner_of = self._owner.data
         self._hanging = np.zeros(num_rows, dtype=np.int32)  # paths that hang at a row
         self._by_id: list[Path | None] = []
         self._free: list[int] = []
@@ -270,7 +270,7 @@ class Paths:
         return path.starts[i], path.classes[i]
 
     def deepest(self, path: Path, hi: int) -> int:
-        """One more than the position of the deepest resident chunk before `hi`; 0: there is none."""
+        """One more than the position of the deepest resident chunk before `hi`, or 0."""
         if hi and self._owner_of[int(path.rows[hi - 1])] != path.id:
             own = np.flatnonzero(self._owner[path.rows[:hi]] == path.id)
             return int(own[-1]) + 1 if len(own) else 0

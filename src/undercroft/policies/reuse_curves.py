@@ -27,6 +27,8 @@ _CLASS_WEIGHT = 5.0
 _DECAY = 0.995
 _SPAN_MARGIN = 1.5
 _MAX_LOG = 600.0
+_LEAST_SURVIVAL = 1e-200
+"""Of fewer survivors nothing can be told by differences: the hazard itself stands in."""
 
 
 def bucket_of(age_s: float) -> int:
@@ -64,7 +66,9 @@ class ReuseCurves:
         self.partial_s[cls, bucket] += age_s - _EDGES[bucket]
         self.num_waits += 1
 
-    def learn(self, open_cls: NDArray[np.int64], open_s: NDArray[np.float64], span_s: float) -> None:
+    def learn(
+        self, open_cls: NDArray[np.int64], open_s: NDArray[np.float64], span_s: float
+    ) -> None:
         """Work out `index` anew.
 
         Args:
@@ -122,7 +126,10 @@ def _best_rates(hazard: NDArray[np.float64]) -> list[list[float]]:
     start = np.concatenate([np.zeros((len(hazard), 1)), log_s], axis=1)
     survival = np.exp(-start)
     waited = np.concatenate(
-        [np.zeros((len(hazard), 1)), np.cumsum(survival[:, :-1] * -np.expm1(-steps) / hazard, axis=1)],
+        [
+            np.zeros((len(hazard), 1)),
+            np.cumsum(survival[:, :-1] * -np.expm1(-steps) / hazard, axis=1),
+        ],
         axis=1,
     )
     gained = survival[:, :num, None] - survival[:, None, 1:]
@@ -130,7 +137,7 @@ def _best_rates(hazard: NDArray[np.float64]) -> list[list[float]]:
     later = np.triu(np.ones((num, num), dtype=bool))
     with np.errstate(divide="ignore", invalid="ignore"):
         rates = np.where(later & (spent > 0), gained / spent, 0.0)
-    best = np.maximum(rates.max(axis=2), hazard * (survival[:, :num] < 1e-200))
+    best = np.maximum(rates.max(axis=2), hazard * (survival[:, :num] < _LEAST_SURVIVAL))
     last = best[:, -1:]
     tail = np.repeat(last, NUM_BUCKETS - num, axis=1)
     if tail.shape[1]:
