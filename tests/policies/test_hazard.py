@@ -1,14 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
+from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from undercroft.errors import ConfigError
 from undercroft.keys import ChunkKey
+from undercroft.policies import request_paths
 from undercroft.policies.base import Evicting, EvictionPolicy, Learning
 from undercroft.policies.hazard import Hazard
 from undercroft.policies.known_prefixes import KnownPrefixes
@@ -86,7 +88,17 @@ def parents_before_children(order: Sequence[ChunkKey]) -> list[ChunkKey]:
     return [key for key in order if at.get(ChunkKey(key[:-1]), len(order)) < at[key]]
 
 
-@settings(deadline=None, max_examples=60)
+@pytest.fixture
+def few_young() -> Iterator[None]:
+    """Paths grow old within a test."""
+    with mock.patch.object(request_paths, "_NUM_YOUNG", 6):
+        yield
+
+
+@pytest.mark.usefixtures("few_young")
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.integers(0, 2**32), st.integers(1, 40), st.booleans())
 def test_books_hold_in_any_history(seed: int, capacity: int, learned: bool) -> None:
     """Victims are the residents, each once; `evict` never takes what is kept."""
@@ -123,7 +135,10 @@ def test_books_hold_in_any_history(seed: int, capacity: int, learned: bool) -> N
             assert set(order) == resident
 
 
-@settings(deadline=None, max_examples=40)
+@pytest.mark.usefixtures("few_young")
+@settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.integers(0, 2**32), st.booleans())
 def test_no_prefix_goes_before_what_it_carries(seed: int, learned: bool) -> None:
     """As long as chunks come as requests do: `victims` and `evict` take leaves only."""

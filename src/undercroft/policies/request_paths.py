@@ -123,9 +123,10 @@ class Paths:
         self._young.append(path)
         rows = path.rows
         owner = self._owner[rows]
-        self._take_over(rows, owner)
         resident = owner >= 0
+        # First of all: what is emptied below must be found as the owner of nothing.
         self._owner[rows] = np.where(resident, path.id, -2 - path.id)
+        self._take_over(rows, owner)
         path.branches = np.flatnonzero(self._hanging[rows]).tolist()
         path.num = int(np.count_nonzero(resident))
         if path.num:
