@@ -38,7 +38,7 @@ how often the prefix has been seen: once, twice, up to 5 times, more often."""
 _SIGHTS_CLASS = np.zeros(_MAX_SIGHTS + 1, dtype=np.uint16)
 for _least, _class in ((2, 1), (3, 2), (6, 3)):
     _SIGHTS_CLASS[_least:] = _class
-_MAX_OPEN = 1 << 16
+_MAX_OPEN = 1 << 14
 _LEARN_EVERY = 256
 _MAX_RECENT = 64
 _INT32_MAX = 2**31 - 1
@@ -87,7 +87,8 @@ class KnownPrefixes:
         self._sets = self._prints.reshape(num_sets, _WAYS)
         self._used = np.zeros(self.num_rows, dtype=np.int32)
         self._state = np.zeros(self.num_rows, dtype=np.uint16)
-        self._prints_view = self._prints.data
+        self._prints_view, self._used_view = self._prints.data, self._used.data
+        self._state_view = self._state.data
         self._random = Random(seed)  # noqa: S311 - repeatable on purpose
         self.curves = ReuseCurves(NUM_CLASSES)
         self._open_rows = np.zeros(_MAX_OPEN, dtype=np.int32)
@@ -214,9 +215,10 @@ class KnownPrefixes:
 
     def _new_row(self, first: int, print_: int, now: int, mine: set[int]) -> int:
         """The longest unused row of a set that nobody needs, nor is in `mine`; else -1."""
-        used = self._used[first : first + _WAYS].copy()
-        way = int(used.argmin())
-        if used[way]:
+        ways = self._used_view[first : first + _WAYS].tolist()
+        way = ways.index(min(ways))
+        if ways[way]:
+            used = np.array(ways)
             candidates = np.arange(first, first + _WAYS)
             for in_use in self.in_use:
                 used[in_use(candidates)] = _INT32_MAX
@@ -228,8 +230,8 @@ class KnownPrefixes:
         mine.add(first + way)
         row = first + way
         self._prints_view[row] = print_
-        self._state[row] = 0
-        self._used[row] = now
+        self._state_view[row] = 0
+        self._used_view[row] = now
         return row
 
     # --- learning -----------------------------------------------------------------------------
