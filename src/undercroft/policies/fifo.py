@@ -11,8 +11,6 @@ the prefix is computed again. FIFO has no means against that; it is what LRU's t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from undercroft.errors import Bug, ConfigError
 from undercroft.keys import ChunkKey
 from undercroft.policies.key_queue import KeyQueue

@@ -200,14 +200,10 @@ class KeyQueue:
             How many were moved. `at_most` may have ended it before an unmarked key did.
         """
         for num_passed in range(at_most):
-            segment = self._segments[self._head]
-            for key, mark in segment.items():
-                break
-            else:
-                return num_passed  # empty
-            if not mark:
+            key, mark = next(iter(self._segments[self._head].items()), (b"", 0))
+            if not mark:  # or the queue is empty
                 return num_passed
-            target.pull(key, self, min(keep, mark - 1))
+            target.pull(ChunkKey(key), self, min(keep, mark - 1))
         return at_most
 
     def lap(self, mark: int, early: set[ChunkKey]) -> Iterator[ChunkKey]:

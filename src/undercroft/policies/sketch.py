@@ -1,13 +1,13 @@
 """How often keys were used lately, about right, in a few bytes a key.
 
 A count-min sketch (Cormode & Muthukrishnan 2005) with conservative update (Estan & Varghese 2002):
-four rows of counters up to 15; a key has one in each, and the least of the four is its count. Counts
-are halved again and again, so that they tell of the recent past ("reset" in TinyLFU). Two things
-differ from what the TinyLFU papers do, so that no call takes long:
+four rows of counters up to 15; a key has one in each, and the least of the four is its count.
+Counts are halved again and again, so that they tell of the recent past ("reset" in TinyLFU). Two
+things differ from what the TinyLFU papers do, so that no call takes long:
 
 * one stripe of the rows is halved at a time, in turn, rather than all at once;
-* the rows begin small and double with the number of keys. Every counter is copied to the place where
-  the wider row looks for it, so no count is lost.
+* the rows begin small and double with the number of keys. Every counter is copied to the place
+  where the wider row looks for it, so no count is lost.
 """
 
 from __future__ import annotations

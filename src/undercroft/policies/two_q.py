@@ -1,8 +1,8 @@
 """2Q: what comes once passes through a queue, what comes back out of it is kept as LRU keeps it.
 
 Source: Johnson & Shasha, "2Q: A Low Overhead High Performance Buffer Management Replacement
-Algorithm", VLDB '94, the full version; A1in, A1out and Am are the paper's, and so are the sizes that
-it recommends: A1in a quarter of the cache, A1out as many ghosts as half of it. Departures:
+Algorithm", VLDB '94, the full version; A1in, A1out and Am are the paper's, and so are the sizes
+that it recommends: A1in a quarter of the cache, A1out as many ghosts as half of it. Departures:
 
 * a victim that the level passes over, because it is pinned, moves to the newest end of its queue
   (the paper: a use within A1in moves nothing);
@@ -34,8 +34,8 @@ class TwoQ:
     """Two queues.
 
     Args:
-        capacity_chunks: How many chunks the level holds, > 0. A quarter of it is the target of A1in,
-            half of it bounds the ghosts.
+        capacity_chunks: How many chunks the level holds, > 0. A quarter of it is the target of
+            A1in, half of it bounds the ghosts.
 
     Raises:
         ConfigError: `capacity_chunks` is not positive.
