@@ -9,6 +9,7 @@ from cases.engine_step import EngineStep
 from cases.first_token import FirstToken
 from cases.policies import Policies
 from cases.reopen import Reopen
+from cases.restore import Restore
 from cases.scheduler import Scheduler
 from cases.step import Step
 from harness import Case
@@ -19,6 +20,7 @@ CASES: tuple[Case, ...] = (
     Policies(),
     Disk(),
     Reopen(),
+    Restore(),
     Copies(),
     EngineCase(),
     EngineStep("engine_step", "tiny", 16, 1 << 20, 1000),

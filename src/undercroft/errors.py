@@ -12,7 +12,8 @@
     │ ├ TierFull                the hard bound would be exceeded
     │ └ TierClosed              used after `close()`
     ├ CorruptChunk              length, version, key or checksum differs: never retried
-    └ FormatTooNew              stored by a later format: refused, never guessed
+    ├ FormatTooNew              stored by a later format: refused, never guessed
+    └ BadTrace                  a line of a trace file is wrong; names file and line
     Bug(AssertionError)         our own invariant broke; outside KvError on purpose
 
 A miss, a full pool and a refused admission are values, not errors.
@@ -21,6 +22,7 @@ A miss, a full pool and a refused admission are values, not errors.
 from __future__ import annotations
 
 __all__ = [
+    "BadTrace",
     "Bug",
     "ConfigError",
     "CorruptChunk",
@@ -95,6 +97,10 @@ class CorruptChunk(KvError):
 
 class FormatTooNew(KvError):
     """The stored format is later than this version reads."""
+
+
+class BadTrace(KvError):
+    """A trace file is not what a trace file is; the message names the file and the line."""
 
 
 class Bug(AssertionError):

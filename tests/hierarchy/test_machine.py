@@ -23,8 +23,8 @@ from tests.hierarchy.worlds import World, make_world
 
 from undercroft.errors import TierFull
 from undercroft.hierarchy.hierarchy import Limits
-from undercroft.hierarchy.restore import MOST_DEADLINES
 from undercroft.hierarchy.transfers import TransferLimits
+from undercroft.hierarchy.waits import MOST_DEADLINES
 from undercroft.keys import ChunkKey
 from undercroft.policies.arc import Arc
 from undercroft.policies.lru import Lru

@@ -336,7 +336,7 @@ def test_a_request_behind_a_store_waits_for_its_turn(worlds: list[World]) -> Non
     plan = hierarchy.prepare_store([keys[0], *keys_of("other", 4)], writer)
     entry = world.engine.submit(keys)
     world.engine.step()
-    assert entry.request.admit_by_s == clock.now_s() + hierarchy.restores.deadline_s / 2
+    assert entry.request.admit_by_s == clock.now_s() + hierarchy.restores.waits.deadline_s / 2
     assert not entry.request.denied
     fill(world, plan.slots, plan.keys)
     hierarchy.complete_store(set(plan.keys), writer)

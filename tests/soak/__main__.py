@@ -4,7 +4,8 @@ Two engines share a disk that holds half of what is asked; the host memory of ea
 Of each one's calls of the disk tier one in a hundred fails, one in a hundred is wrong by a bit, and
 a few come too late; two rounds of three have something worse, too. One engine lives through: its
 memory, descriptors and threads must not grow. The other is killed (`kill -9`) while it works and
-started again, all the time. Every answer must be, token for token, that of an engine without
+started again, all the time; every other time a process moves its chunks, which has no faults of
+files but may be killed, too. Every answer must be, token for token, that of an engine without
 offloading.
 """
 

@@ -26,6 +26,7 @@ _ENGINE = {"max_model_len": 1024, "num_gpu_blocks_override": 80, "max_num_batche
 _ROUND = 40
 _ACCOUNTS_EVERY = 10
 _LIFE_S = (1.0, 12.0)
+_MOVER_DIES_FIRST = 0.5
 _CALM_S = 20.0
 """What came late under a fault has come by then."""
 
@@ -55,11 +56,16 @@ class Setting:
         """Of the faults of an engine's tier; outlives the tier's directory."""
         return self.folder.with_name(f"{who}.json")
 
-    def engine(self, nursery: Nursery, who: str) -> Engine:
-        """One more, on the shared disk."""
-        disk = {"type": "disk", "path": str(self.folder), "capacity": self.disk_bytes}
-        disk["free_space_floor"] = 0
+    def engine(self, nursery: Nursery, who: str, *, mover_process: bool = False) -> Engine:
+        """One more, on the shared disk.
+
+        Its tier is `faulty`; or a process moves its chunks, which faults of files do not reach.
+        """
+        disk: dict[str, Any] = {"type": "disk", "path": str(self.folder)}
+        disk |= {"capacity": self.disk_bytes, "free_space_floor": 0}
         tier = {"type": "faulty", "control": str(self.control(who)), "inner": disk}
+        if mover_process:
+            tier = disk | {"mover_process": True}
         offload = {**OFFLOADER, "host": self.host_bytes, "tiers": [tier]}
         return nursery.engine("llama", offload, **_ENGINE)
 
@@ -159,19 +165,33 @@ def victim(nursery: Nursery, setting: Setting, ledger: Ledger, quiet: threading.
         with quiet:
             control.apply(*rare_faults(dice))
             _one_life(setting.engine(nursery, "victim"), setting, ledger, dice)
+        with quiet:
+            engine = setting.engine(nursery, "victim", mover_process=True)
+            _one_life(engine, setting, ledger, dice, engine.inside("storm:mover_process")["pid"])
     ledger.faults.update({f"victim: {kind}": n for kind, n in control.fired().items()})
 
 
-def _one_life(engine: Engine, setting: Setting, ledger: Ledger, dice: random.Random) -> None:
+def _one_life(
+    engine: Engine,
+    setting: Setting,
+    ledger: Ledger,
+    dice: random.Random,
+    mover: int | None = None,
+) -> None:
+    """Until it is killed; its `mover`, a process, half of the times in between, and with it."""
     killed = threading.Event()
 
     def kill() -> None:
         killed.set()
-        with suppress(ProcessLookupError):
-            os.kill(engine.pid, signal.SIGKILL)
+        _kill(engine.pid)
 
-    timer = threading.Timer(dice.uniform(*_LIFE_S), kill)
-    timer.start()
+    life_s = dice.uniform(*_LIFE_S)
+    timers = [threading.Timer(life_s, kill)]
+    if mover is not None and dice.random() < _MOVER_DIES_FIRST:
+        timers.append(threading.Timer(life_s / 2, _kill, (mover,)))
+        ledger.add(mover_kills=1)
+    for timer in timers:
+        timer.start()
     try:
         while True:
             setting.round(engine, dice, ledger)
@@ -179,10 +199,27 @@ def _one_life(engine: Engine, setting: Setting, ledger: Ledger, dice: random.Ran
         if not killed.is_set():
             raise
     finally:
-        timer.cancel()
-        timer.join()
+        for timer in timers:
+            timer.cancel()
+            timer.join()
     engine.kill()
     ledger.add(kills=1)
+    if mover is not None:
+        _await_end(mover, ledger)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _await_end(mover: int, ledger: Ledger) -> None:
+    ends_s = now_s() + _CALM_S
+    while Path(f"/proc/{mover}/exe").exists():
+        if now_s() > ends_s:
+            ledger.fail(f"mover process {mover} outlives its engine")
+            return
+        time.sleep(0.05)
 
 
 def guarded(function: Callable[[], None], ledger: Ledger) -> Callable[[], None]:

@@ -12,7 +12,15 @@ from collections.abc import Callable, Sequence
 from undercroft.hierarchy.request import Answer, Request, Walk
 from undercroft.keys import ChunkKey
 
-__all__ = ["common_end", "cut_at", "deny_all", "from_root", "least_end", "positions_below"]
+__all__ = [
+    "common_end",
+    "cut_at",
+    "deny_all",
+    "from_root",
+    "has_window",
+    "least_end",
+    "positions_below",
+]
 
 _PositionOf = Callable[[ChunkKey], int | None]
 
@@ -20,6 +28,15 @@ _PositionOf = Callable[[ChunkKey], int | None]
 def from_root(walk: Walk, position_of: _PositionOf) -> bool:
     """Whether the walk went away from the root. One key alone may be a window of one."""
     return len(walk.keys) > 1 and not walk.descends(position_of)
+
+
+def has_window(request: Request) -> bool:
+    """Whether a shorter cut would need other chunks than those asked for, which take time to read.
+
+    All walks from the root have what they need for it.
+    """
+    position_of = request.position_of
+    return any(not from_root(walk, position_of) for walk in request.walks.values())
 
 
 def positions_below(walk: Walk, position_of: _PositionOf) -> list[int]:

@@ -188,9 +188,6 @@ class Hierarchy:
             return self.lookup(key, request)
         return self._lookup_filling(key, request)
 
-    def _expired(self, request: Request) -> bool:
-        return request.deadline_s is not None and self._clock.now_s() >= request.deadline_s
-
     def _miss(self, key: ChunkKey, request: Request, level: str, reason: str) -> Lookup:
         self.counters.lookup_misses[level, reason] += 1
         if reason != "absent":
@@ -199,7 +196,12 @@ class Hierarchy:
         return Lookup.MISS
 
     def _lookup_filling(self, key: ChunkKey, request: Request) -> Lookup:
-        if request.denies(key) or self._expired(request):
+        is_over = request.denies(key)
+        if not is_over and request.deadline_s is not None:
+            now_s = self._clock.now_s()
+            may_be = now_s >= request.deadline_s - request.reserve_s
+            is_over = may_be and self.restores.gives_up(key, request, now_s)
+        if is_over:
             return self._miss(key, request, *self.restores.why_not_here(key, request))
         self.restores.join(key, request)
         return self._pending(key, request, Answer.COMING)
@@ -214,7 +216,9 @@ class Hierarchy:
             return self._miss(key, request, level.name, request.why_denied)
         if key in request.promoted:
             return self._miss(key, request, level.name, "evicted_again")
-        if self._expired(request):
+        if request.deadline_s is not None and self.restores.waits.is_over(
+            request, self._clock.now_s()
+        ):
             return self._miss(key, request, level.name, "deadline")
         return self._pending(key, request, Answer.BELOW)
 

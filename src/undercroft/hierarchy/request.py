@@ -94,6 +94,7 @@ class Request:
         "holds",
         "id",
         "is_known",
+        "is_late",
         "limits",
         "loaded",
         "loading",
@@ -106,6 +107,7 @@ class Request:
         "promoted",
         "queued",
         "queued_s",
+        "reserve_s",
         "step",
         "why_denied",
     )
@@ -148,14 +150,16 @@ class Request:
         """Keys loaded or stored, in order; lower levels are told leaf first when it ends."""
         self.deadline_s: float | None = None
         """When PENDING turns into MISS; None while nothing is waited for."""
-        self.admit_by_s = 0.0
-        """When a restore stops waiting for its turn and takes what fits."""
+        self.admit_by_s = self.reserve_s = 0.0
+        """When a restore stops waiting for its turn and takes what fits; the seconds before its
+        deadline that are for what a cut by late reads asks for."""
         self.num_promoted_before = -1
         """How many were promoted when its deadline was set last; -1: no read was started."""
         self.num_storing, self.is_known = 0, False  # known: it has offered chunks; the adapter's
         self.offered_below: set[ChunkKey] = set()
         """Keys whose one offer to choosy lower levels this request has made."""
-        self.queued = self.finished = False
+        # Late: a read did not come in time, so its deadline stays where it is.
+        self.queued = self.finished = self.is_late = False
         self.queued_s = 0.0
         """When it began to wait for lower levels, if it is queued."""
 

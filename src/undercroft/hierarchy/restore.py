@@ -28,14 +28,12 @@ from undercroft.hierarchy.outcome import Done, Op
 from undercroft.hierarchy.pool import Pool
 from undercroft.hierarchy.request import Answer, Request, Walk
 from undercroft.hierarchy.stores import LEVEL_0
+from undercroft.hierarchy.waits import MOST_DEADLINES, Waits
 from undercroft.hierarchy.worth import PROBE_CHUNKS, Worth
 from undercroft.keys import ChunkKey
 
-__all__ = ["MOST_DEADLINES", "Restores"]
+__all__ = ["Restores"]
 
-MOST_DEADLINES = 4
-"""However slow a tier is predicted to be, reads may take no more than so many deadlines: what it
-showed may have been a hiccup, and recomputing would have been quicker by then."""
 _MAX_WEIGHED = 3
 
 
@@ -52,8 +50,7 @@ class Restores:
 
     Args:
         share_ratio: The part of level 0 that restores may hold at once, 0 to 1.
-        deadline_s: How long a request may be kept waiting, at least; twice the predicted time of
-            its reads if that is longer, but no more than `MOST_DEADLINES` of these.
+        deadline_s: See `Waits`.
         view_of: The bytes of a slot.
         hold: Pins a READY slot for a request until it loads, ends, or runs out of time.
         let_go: Takes such pins away again, where there are any.
@@ -82,7 +79,7 @@ class Restores:
         self._pool = pool
         self._levels = levels
         self._share_ratio = share_ratio
-        self.deadline_s = deadline_s
+        self.waits = Waits(deadline_s)
         self._view_of = view_of
         self._hold = hold
         self._let_go = let_go
@@ -161,10 +158,17 @@ class Restores:
             request.queued = True
             request.queued_s = now_s
             self._queue[request.id] = request
-            if request.deadline_s is None:
-                request.deadline_s = now_s + self.deadline_s
-                request.admit_by_s = now_s + self.deadline_s / 2
-                request.num_promoted_before = -1
+            self.waits.begin(request, now_s)
+
+    def gives_up(self, key: ChunkKey, request: Request, now_s: float) -> bool:
+        """Whether `request` waits no longer for `key`, which is on its way."""
+        if not self.waits.is_late(request, now_s):
+            return self.waits.is_over(request, now_s)
+        # For good: the reserve is for what is asked for in its place.
+        request.denied.add(key)
+        request.failed_reads[key] = (self.source_of(key) or LEVEL_0, "deadline")
+        request.is_late = True
+        return True
 
     def leave(self, request: Request) -> None:
         """`request` wants nothing any more; what is on its way arrives unpinned."""
@@ -177,6 +181,7 @@ class Restores:
         for request in list(self._queue.values()):
             if request.step != step:
                 continue
+            self.waits.mind_reserve(request, now_s)
             wanted = self._wanted(request)
             if wanted is not None:
                 wanted = self._worthwhile(request, wanted, now_s)
@@ -243,7 +248,7 @@ class Restores:
         largest = max(self._pool.slots.slot_bytes)
         if self.worth.probes(level, largest, now_s):
             scout = Request(f"{request.id} (probe)", request.position_of, request.group_of)
-            scout.deadline_s = now_s + MOST_DEADLINES * self.deadline_s
+            scout.deadline_s = now_s + MOST_DEADLINES * self.waits.deadline_s
             probed = [key for key in keys if self.level_with(key) is level]
             self._read_for_nobody(scout, probed[:PROBE_CHUNKS], now_s)
 
@@ -270,7 +275,9 @@ class Restores:
                 return None
             if end is not None and cut_at(request, end):
                 return None  # walked again in the next step, over what all groups can have
-        return [key for key in dict.fromkeys(wanted) if self._pool.find(key) < 0]
+        missing = [key for key in dict.fromkeys(wanted) if self._pool.find(key) < 0]
+        # What comes in time is a prefix of all groups.
+        return request.in_order(missing) if len(request.walks) > 1 else missing
 
     def _fits_by(self, request: Request, keys: Sequence[ChunkKey], now_s: float) -> bool:
         counts = self._by_class(keys)
@@ -393,7 +400,7 @@ class Restores:
             _Promotion(key, slot, level, [request])
             for key, slot, level in zip(keys, slots, levels, strict=False)
         ]
-        deadline_s = self._extend(request, started, now_s)
+        deadline_s = self.waits.extend(request, self._predicted_s(started), now_s)
         for promotion in started:
             ticket = promotion.level.transfers.read(
                 promotion.key, self._view_of(promotion.slot), deadline_s
@@ -401,22 +408,14 @@ class Restores:
             self._by_ticket[promotion.level.name, ticket] = promotion
             self._by_key[promotion.key] = promotion
 
-    def _extend(self, request: Request, started: list[_Promotion], now_s: float) -> float:
-        """The request's deadline now: later than before only if the last reads brought something.
-
-        Else a tier that fails slowly would keep a request waiting once per chunk it has.
-        """
-        deadline_s = request.deadline_s
-        if deadline_s is None or (started and len(request.promoted) > request.num_promoted_before):
-            request.num_promoted_before = len(request.promoted)
-            predicted_s = 0.0
-            for promotion in started:
-                s_per_byte = promotion.level.transfers.speeds.average(Op.READ) or 0.0
-                predicted_s += s_per_byte * self._pool.slots.size(promotion.slot)
-            most_s = MOST_DEADLINES * self.deadline_s
-            deadline_s = now_s + min(most_s, max(self.deadline_s, 2 * predicted_s))
-        request.deadline_s = deadline_s
-        return deadline_s
+    def _predicted_s(self, started: list[_Promotion]) -> float | None:
+        if not started:
+            return None
+        size = self._pool.slots.size
+        return sum(
+            size(promotion.slot) * (promotion.level.transfers.speeds.average(Op.READ) or 0.0)
+            for promotion in started
+        )
 
     def settle(self, level: Level, done: Done) -> None:
         """Book the end of one read."""
@@ -448,6 +447,7 @@ class Restores:
         for request in promotion.waiting:
             request.denied.add(key)
             request.failed_reads[key] = why
+            request.is_late |= is_late
         self._pool.abandon(key, slot, buffer_free=done.buffer_free)
         if not done.buffer_free:
             self._late[level.name, done.ticket] = slot

@@ -272,8 +272,8 @@ TIER_OPTIONS: Mapping[str, Mapping[str, Key]] = {
         Key(
             "num_threads",
             positive,
-            "8 for chunks below 1 MiB, else 4",
-            "Threads that read and write.",
+            "4",
+            "Threads that read and write; of the engine, and chunks below 1 MiB, 8.",
         ),
         Key(
             "write_budget",
@@ -287,7 +287,7 @@ TIER_OPTIONS: Mapping[str, Mapping[str, Key]] = {
         Key(
             "mover_process",
             flag,
-            "false",
+            "true",
             "Read and write in a process of the tier's own, rather than in the engine's.",
         ),
     ),

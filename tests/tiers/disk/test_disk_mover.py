@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ import pytest
 
 from undercroft.errors import CorruptChunk, TierFull, TierUnavailable
 from undercroft.tiers.base import Ends, SharedMemory
-from undercroft.tiers.disk import DiskTier
+from undercroft.tiers.disk import DiskTier, wire
 from undercroft.tiers.disk.files import Files
 
 from .support import content, disk, du, files, key, put, right
@@ -342,6 +343,23 @@ def test_it_ends_with_a_killed_engine_and_its_chunks_are_taken_over(tmp_path: Pa
     assert [right(tier, n) for n in range(16)] == [True] * 16
     assert all(right(tier, n) in {True, False} for n in range(16, 100))
     tier.close()
+
+
+@pytest.mark.parametrize("num_questions", [0, 1, 3])
+def test_it_ends_quietly_when_nobody_hears_its_answer(num_questions: int) -> None:
+    """An engine that is killed between a question and its answer leaves nothing on the terminal."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "undercroft.tiers.disk.mover_main", str(theirs.fileno()), "2"],
+            pass_fds=[theirs.fileno()],
+            stderr=subprocess.PIPE,
+        )
+    for _ in range(num_questions):
+        ours.send(wire.DETACH.pack(b"d", 7))
+    ours.close()
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, b"")
 
 
 def test_its_environment(tmp_path: Path, level_0: Level0) -> None:

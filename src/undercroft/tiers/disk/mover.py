@@ -66,7 +66,7 @@ class MoverProcess:
         self._begin = _address(memory.buffer)
         self._end = self._begin + len(memory.buffer)
         self._hello = wire.HELLO.pack(b"h", memory.offset, len(memory.buffer), namespace)
-        self._num_threads = num_threads
+        self.num_threads = num_threads
         self._lock = threading.Lock()
         self._child: _Child | None = None
         self._start_at_s = float("-inf")
@@ -192,7 +192,7 @@ class MoverProcess:
         self._start_at_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
         try:
-            self._child = _Child(self._hello, self._memory_fd, self._num_threads)
+            self._child = _Child(self._hello, self._memory_fd, self.num_threads)
             self._started_s = now_s
         except (OSError, RuntimeError, MoverGone) as exc:
             self._log.warning(

@@ -63,17 +63,20 @@ class _Mover:
         self._pool = ThreadPoolExecutor(num_threads)
 
     def serve(self) -> None:
-        """Until nobody is at the other end."""
-        while True:
-            message, fds, _, _ = socket.recv_fds(self._control, 256, _MAX_FDS)
-            if not message:
-                return
-            try:
-                self._obey(message, fds)
-                answer = b"."
-            except (OSError, ValueError, KeyError) as exc:
-                answer = f"{type(exc).__name__}: {exc}".encode()[:256]
-            self._control.send(answer)
+        """Until nobody is at the other end, who may go between a question and its answer."""
+        with suppress(ConnectionError):
+            while True:
+                message, fds, _, _ = socket.recv_fds(self._control, 256, _MAX_FDS)
+                if not message:
+                    return
+                self._control.send(self._answer(message, fds))
+
+    def _answer(self, message: bytes, fds: list[int]) -> bytes:
+        try:
+            self._obey(message, fds)
+        except (OSError, ValueError, KeyError) as exc:
+            return f"{type(exc).__name__}: {exc}".encode()[:256]
+        return b"."
 
     def _obey(self, message: bytes, fds: list[int]) -> None:
         kind = message[:1]

@@ -79,7 +79,7 @@ class DiskTier:
         direct: bool | None = None,
         flush_interval_s: float = 1.0,
         write_budget_bytes: int | None = None,
-        mover_process: bool = False,
+        mover_process: bool = True,
         memory: SharedMemory | None = None,
         num_threads: int = 4,
         files: Files | None = None,
@@ -205,7 +205,9 @@ class DiskTier:
         """See `Described.describe`."""
         if not self._keeper.attached:
             return "not there yet"
-        return "O_DIRECT" if self._records.direct else "through the page cache"
+        how = "O_DIRECT" if self._records.direct else "through the page cache"
+        mover = self._mover
+        return how if mover is None else f"{mover.num_threads} threads of its own process, {how}"
 
     def has(self, key: ChunkKey) -> bool:
         """See `Indexed.has`."""
