@@ -37,8 +37,11 @@ class SteadyQueue(KeyQueue):
 
     def offer(self) -> Iterator[ChunkKey]:
         """The keys, oldest first, lazily; those of the call before count as offered no more."""
+        self._offered.clear()  # now, not when the first key is asked for
+        return self._offers()
+
+    def _offers(self) -> Iterator[ChunkKey]:
         offered = self._offered
-        offered.clear()
         for key in self:
             if len(offered) < MAX_OFFERED:
                 offered.add(key)
