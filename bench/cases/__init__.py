@@ -8,6 +8,7 @@ from cases.engine import EngineCase
 from cases.engine_step import EngineStep
 from cases.first_token import FirstToken
 from cases.policies import Policies
+from cases.record import Record
 from cases.reopen import Reopen
 from cases.restore import Restore
 from cases.scheduler import Scheduler
@@ -18,6 +19,7 @@ CASES: tuple[Case, ...] = (
     Scheduler(),
     Step(),
     Policies(),
+    Record(),
     Disk(),
     Reopen(),
     Restore(),

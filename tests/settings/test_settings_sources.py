@@ -44,6 +44,8 @@ def test_defaults_are_the_designs() -> None:
     assert settings.open_deadline_s == 60
     assert settings.join_deadline_s == 60
     assert settings.restore_share_ratio == 1
+    assert (settings.record, settings.record_max_bytes) == (None, 64 * 1024**2)
+    assert settings.record_block_tokens == 128
     assert settings.offload_prompt_only
     assert (settings.policy, settings.admission, settings.tiers) == ("lru", "always", ())
 
@@ -67,6 +69,9 @@ VALUES: dict[str, tuple[Any, str, Any]] = {
     "join_deadline_s": ("4", "join_deadline_s", 4.0),
     "restore_share_ratio": ("0.5", "restore_share_ratio", 0.5),
     "max_queued_write_bytes": ("1MiB", "max_queued_write_bytes", 1024**2),
+    "record": ("/var/tmp/traces", "record", "/var/tmp/traces"),
+    "record_max_bytes": ("1MiB", "record_max_bytes", 1024**2),
+    "record_block_tokens": ("512", "record_block_tokens", 512),
 }
 
 

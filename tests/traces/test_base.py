@@ -62,10 +62,22 @@ def test_tokens_of_a_prefix_count_the_tail_as_far_as_it_is_filled():
     builder.add("abc", time_ms=0, input_tokens=40)  # the third has 8 tokens
     builder.add("ab", time_ms=0, input_tokens=33)  # a token beyond its blocks
     trace = builder.build()
-    assert trace.num_tokens == 40 + 32
     assert trace.tokens_in(np.array([2, 1])).tolist() == [32, 16]
     assert trace.tokens_in(np.array([3, 2])).tolist() == [40, 32]
     assert trace.tokens_in(np.array([0, 0])).tolist() == [0, 0]
+
+
+def test_full_blocks_leaves_out_what_is_partly_filled():
+    """Blocks are numbered anew; all else stays."""
+    builder = TraceBuilder("t", 16)
+    builder.add("abc", time_ms=1, input_tokens=40, session=4)
+    builder.add("abd", time_ms=2, input_tokens=48, output_tokens=5, kind=3)
+    builder.add("x", time_ms=2, input_tokens=15)
+    trace = builder.build().full_blocks()
+    assert list(trace.iter_blocks()) == [[0, 1], [0, 1, 2], []]
+    assert trace.input_tokens.tolist() == [40, 48, 15]
+    assert (trace.times_ms.tolist(), trace.sessions.tolist()) == ([1, 2, 2], [4, -1, -1])
+    assert (trace.output_tokens.tolist(), trace.kinds.tolist()) == ([0, 5, 0], [0, 3, 0])
 
 
 @pytest.mark.parametrize(
@@ -103,4 +115,3 @@ def test_an_empty_trace_is_one():
     trace = TraceBuilder("t", 16).build()
     assert (trace.num_requests, trace.num_blocks, trace.num_references) == (0, 0, 0)
     assert list(trace.iter_blocks()) == []
-    assert trace.num_tokens == 0

@@ -28,6 +28,7 @@ COMMANDS: tuple[str, ...] = (
     "rm",
     "gc",
     "explain",
+    "simulate",
     "demo",
     "bench",
 )

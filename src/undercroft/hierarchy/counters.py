@@ -92,6 +92,8 @@ class Counters:
     """That began to run, by what became of their lookups."""
     self_check_warnings: Counter[str] = field(default_factory=Counter)
     """By cause."""
+    recorded_requests: Counter[str] = field(default_factory=Counter)
+    """By what became of them: of a recorder, if there is one, and partly of its thread."""
     resets: int = 0
     broken_invariants: int = 0
     store_seconds: Samples = field(default_factory=Samples, compare=False)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from undercroft.keys import ChunkKey
 
-__all__ = ["EvictionPolicy", "InRuns"]
+__all__ = ["EvictionPolicy", "InRuns", "Learning"]
 
 
 class EvictionPolicy(Protocol):
@@ -60,5 +60,20 @@ class InRuns(Protocol):
 
         Args:
             stride: Leave all out but every nth; those cost hardly anything.
+        """
+        ...
+
+
+@runtime_checkable
+class Learning(Protocol):
+    """A policy that learns from whole requests."""
+
+    def on_request(self, keys: Sequence[ChunkKey], now_s: float, kind: int = 0) -> None:
+        """A request ended; called before `on_insert` and `on_hit` of the same keys.
+
+        Args:
+            keys: Its chunks of one group, root first, full ones only.
+            now_s: The time, of the clock that the policy was given.
+            kind: How it ended, as far as the engine tells; 0: unknown.
         """
         ...

@@ -84,6 +84,9 @@ class Settings:
         open_deadline_s: The same.
         join_deadline_s: The same.
         restore_share_ratio: Share of host memory promotions may hold at once, in (0, 1].
+        record: Folder to record a trace of the requests in, or None.
+        record_max_bytes: Of all traces in that folder.
+        record_block_tokens: Of a block of the trace; made a multiple of a chunk's.
         engine: Keys the engine reads itself, as parsed; nothing here acts on them.
         notes: What has to be said at start: one line each.
     """
@@ -107,6 +110,9 @@ class Settings:
     open_deadline_s: float = 60.0
     join_deadline_s: float = 60.0
     restore_share_ratio: float = 1.0
+    record: str | None = None
+    record_max_bytes: int = 64 << 20
+    record_block_tokens: int = 128
     engine: Mapping[str, Any] = field(default_factory=_nothing)
     notes: tuple[str, ...] = field(default=(), compare=False)
 

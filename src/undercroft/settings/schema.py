@@ -32,6 +32,7 @@ __all__ = [
     "objects",
     "positive",
     "ratio",
+    "record_size",
     "refuse_unknown",
     "seconds",
     "size",
@@ -47,6 +48,7 @@ DEFAULT_CAPACITY = object()
 
 _LOCALITIES = ("LOCAL", "REMOTE")
 _NO_DEFAULT = "none"
+_LEAST_RECORD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,14 @@ def size(value: object, where: str) -> int:
 def size_or_zero(value: object, where: str) -> int:
     """A size in bytes, 0 included."""
     return 0 if value in (0, "0") else parse_size(value, where)
+
+
+def record_size(value: object, where: str) -> int:
+    """A size in bytes, >= 1 MiB: less is too little for several files."""
+    num_bytes = parse_size(value, where)
+    if num_bytes < _LEAST_RECORD_BYTES:
+        raise ConfigError(f"{where} is {value!r}, but must be at least 1MiB")
+    return num_bytes
 
 
 def capacity(value: object, where: str) -> int | None:
@@ -241,6 +251,9 @@ KEYS: Mapping[str, Key] = _table(
         "a quarter of host",
         "Bytes that may wait to be written to tiers; what exceeds it is not cascaded.",
     ),
+    Key("record", text, _NO_DEFAULT, "Folder to record a trace of the requests in: numbers only."),
+    Key("record_max_bytes", record_size, "64MiB", "Bytes of all traces in that folder."),
+    Key("record_block_tokens", positive, "128", "Tokens of a block of the trace, about."),
 )
 """What may be written at the top, by name."""
 
@@ -307,6 +320,7 @@ ENGINE_KEYS: Mapping[str, Key] = _table(
 )
 """Keys the engine reads itself, from `kv_connector_extra_config` only."""
 
+_SIZES = (size, size_or_zero, capacity, record_size)
 _MEANT = {
     "host_bytes": "host",
     "ram": "host",
@@ -345,7 +359,7 @@ def refuse_unknown(written: Iterable[str], valid: Mapping[str, Key], where: str)
                 f"{where} has an unknown key {key!r}; valid are {', '.join(sorted(valid))}"
             )
         nearest = valid[near[0]]
-        takes = f", {SIZE_FORMS}" if nearest.kind in (size, size_or_zero, capacity) else ""
+        takes = f", {SIZE_FORMS}" if nearest.kind in _SIZES else ""
         raise ConfigError(
             f"{where} has an unknown key {key!r}; did you mean {nearest.name!r}{takes}?"
         )

@@ -25,7 +25,7 @@ _MAX_BLOCKS = 2**31 - 1
 _MAX_REQUEST_BLOCKS = 1 << 24  # a damaged number must not fill the memory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trace:
     """Requests in order of arrival, in columns, `(num_requests,)` each but `parent`.
 
@@ -101,16 +101,27 @@ class Trace:
         """How many blocks the requests have, all together."""
         return int(self.lengths.sum(dtype=np.int64))
 
-    @property
-    def num_tokens(self) -> int:
-        """Input tokens in all blocks of all requests; what is beyond a request's blocks is not."""
-        return int(self.tokens_in(self.lengths).sum())
+    def tokens_in(self, num_blocks: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Input tokens in the first so many blocks of each request, `(num_requests,)` int64."""
+        return np.minimum(num_blocks.astype(np.int64) * self.block_tokens, self.input_tokens)
 
-    def tokens_in(self, num_blocks: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Tokens in the first so many blocks of each request, `(num_requests,)` int64."""
-        full = num_blocks.astype(np.int64) * self.block_tokens
-        has_tail = num_blocks == self.lengths
-        return np.where(has_tail, np.minimum(full, self.input_tokens), full)
+    def full_blocks(self) -> Trace:
+        """The trace without partly filled last blocks, which an engine never stores."""
+        builder = TraceBuilder(self.name, self.block_tokens)
+        rows = (c.tolist() for c in (self.times_ms, self.sessions, self.kinds, self.output_tokens))
+        inputs = self.input_tokens.tolist()
+        for path, tokens, (time_ms, session, kind, output) in zip(
+            self.iter_blocks(), inputs, zip(*rows, strict=True), strict=True
+        ):
+            builder.add(
+                path[: tokens // self.block_tokens],
+                time_ms=time_ms,
+                input_tokens=tokens,
+                output_tokens=output,
+                session=session,
+                kind=kind,
+            )
+        return builder.build()
 
     def blocks(self, request: int) -> list[int]:
         """The blocks of a request, root first. Cost: O(their number)."""

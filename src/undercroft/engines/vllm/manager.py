@@ -34,6 +34,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from undercroft.clock import SystemClock
 from undercroft.engines.vllm.metrics import StepStats
 from undercroft.engines.vllm.pause import is_pause
+from undercroft.engines.vllm.recording import Recording
 from undercroft.engines.vllm.self_check import SelfCheck
 from undercroft.engines.vllm.tally import Tally
 from undercroft.engines.vllm.transfer_spec import SlotSpec
@@ -107,6 +108,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         localities: By name, the levels that other machines can reach, or cannot.
         reset_s: How long each lower level may take when a reset has to be repeated.
         keeps_across_sleep: What the user says of weights while the engine sleeps: they stay.
+        recording: Told of the requests, if they are to be recorded.
     """
 
     def __init__(  # noqa: PLR0913 - wired once, by the spec
@@ -120,8 +122,10 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         localities: Mapping[str, Locality] | None = None,
         reset_s: float = 1.0,
         keeps_across_sleep: bool = False,
+        recording: Recording | None = None,
     ) -> None:
         self.hierarchy = hierarchy
+        self.recording = recording
         self._keeps_across_sleep = keeps_across_sleep
         self._localities = dict(localities or {})
         self._reset_s = reset_s
@@ -182,6 +186,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         # Most are looked up in the step in which they come.
         self.hierarchy.begin_lookups(request)
         self._may_ask_plainly(request, req_context)
+        if self.recording is not None:
+            self.recording.came(req_context)
         return RequestOffloadingContext()
 
     @override
@@ -190,6 +196,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         request = self._requests.pop(req_context.req_id, None)
         self._asking.pop(req_context.req_id, None)
         self._outdated.pop(req_context.req_id, None)
+        if self.recording is not None:
+            self.recording.ended(req_context.req_id)
         if request is not None:
             self.hierarchy.finish_request(request)
             if request.loading or request.num_storing:
@@ -358,6 +366,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         self._tally.pace.step_began()
         if context.new_req_ids:
             self.check.began(map(self._requests.get, context.new_req_ids))
+            if self.recording is not None:
+                self.recording.began(context.new_req_ids)
         self.check.look()
         if self.hierarchy.end_step(context.new_req_ids):
             self._distrust()

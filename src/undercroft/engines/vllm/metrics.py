@@ -25,6 +25,7 @@ from undercroft.hierarchy.counters import NO_LEVEL, Counters, Samples
 from undercroft.hierarchy.hierarchy import LEVEL_0, Hierarchy
 from undercroft.hierarchy.level import Level
 from undercroft.tiers.base import Bounded, Budgeted
+from undercroft.traces.recorder import RESULTS as RECORDED
 
 __all__ = [
     "DECLINE_REASONS",
@@ -118,6 +119,10 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "late_transfers": ("Reads and writes that came back after their deadline.", ("level",)),
     "breaker_openings": ("Times a level was left alone after failures.", ("level",)),
     "tier_bugs": ("Times a tier broke one of our invariants.", ("level",)),
+    "recorded_requests": (
+        "Requests that ended while a trace was recorded, by what became of their lines.",
+        ("result",),
+    ),
     "resets": ("Times the whole cache was dropped on request.", ()),
     "broken_invariants": ("Faults of our own that were turned into misses.", ()),
 }
@@ -198,20 +203,20 @@ def _counters(hierarchy: Hierarchy) -> Iterator[_Reading]:
     yield "lookups", ("miss",), counters.lookup_misses.total()
     for name in _PLAIN:
         yield name, (), getattr(counters, name)
-    for labels, count in counters.lookup_misses.items():
-        yield "lookup_misses", labels, count
+    for name in ("lookup_misses", "dropped_chunks", "declined_chunks"):
+        reasons: Mapping[tuple[str, str], int] = getattr(counters, name)
+        for labels, count in reasons.items():
+            yield name, labels, count
     for name in _BY_LEVEL:
         totals: Mapping[str, float] = getattr(counters, name)
         for level, total in totals.items():
             yield name, (level,), total
-    for result, count in counters.requests.items():
-        yield "requests", (result,), count
+    for name in ("requests", "recorded_requests"):
+        results: Mapping[str, int] = getattr(counters, name)
+        for result, count in results.items():
+            yield name, (result,), count
     for cause, count in counters.self_check_warnings.items():
         yield "self_check_warnings", (cause,), count
-    for labels, count in counters.dropped_chunks.items():
-        yield "dropped_chunks", labels, count
-    for labels, count in counters.declined_chunks.items():
-        yield "declined_chunks", labels, count
     for below in hierarchy.levels:
         yield from _level_counters(below)
 
@@ -231,6 +236,7 @@ def _zeros(hierarchy: Hierarchy) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield from (("lookups", (result,)) for result in _RESULTS)
     yield from (("requests", (result,)) for result in RESULTS)
     yield from (("self_check_warnings", (cause,)) for cause in CAUSES)
+    yield from (("recorded_requests", (result,)) for result in RECORDED)
     yield from (("lookup_misses", (NO_LEVEL, reason)) for reason in MISS_REASONS[NO_LEVEL])
     yield from ((name, ()) for name in _PLAIN)
     levels = [level.name for level in hierarchy.levels]

@@ -36,6 +36,7 @@ from undercroft.clock import SystemClock
 from undercroft.config import EngineConfig, from_engine, to_json
 from undercroft.engines.accelerator.numa import prefer_nodes
 from undercroft.engines.assemble import Geometry, assemble, check_plugins
+from undercroft.engines.recording import recorder_for
 from undercroft.engines.start_line import start_line
 from undercroft.engines.vllm.facts import leave_facts, model_facts, take_facts
 from undercroft.engines.vllm.hosts import check_one_host
@@ -44,12 +45,13 @@ from undercroft.engines.vllm.manager import GROUP_ID_BYTES, UndercroftManager, g
 from undercroft.engines.vllm.metrics import metric_definitions
 from undercroft.engines.vllm.platforms import Platform
 from undercroft.engines.vllm.rank_layout import Ranks, rank_layout
+from undercroft.engines.vllm.recording import KINDS, Recording
 from undercroft.engines.vllm.slot_worker import Reports, SlotWorker
 from undercroft.engines.vllm.tally import Tally
 from undercroft.engines.vllm.unserved import check_attention
 from undercroft.engines.vllm.version import doubt, own_version
 from undercroft.errors import ConfigError
-from undercroft.hierarchy.hierarchy import failed_chunk
+from undercroft.hierarchy.hierarchy import Hierarchy, failed_chunk
 from undercroft.hierarchy.region import Region, RegionConfig
 from undercroft.hierarchy.rendezvous import region_path, sweep_dead_regions
 from undercroft.hierarchy.slots import SLOT_ALIGNMENT_BYTES, slot_bytes_for
@@ -310,7 +312,23 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             },
             reset_s=settings.drain_deadline_s,
             keeps_across_sleep=settings.keep_across_sleep,
+            recording=self._recording(geometry, hierarchy),
         )
+
+    def _recording(self, geometry: Geometry, hierarchy: Hierarchy) -> Recording | None:
+        recorder = recorder_for(
+            self._settings,
+            geometry.tokens_per_chunk,
+            [group_key(group.group_id) for group in self._engine.config.groups],
+            clock=self._clock,
+            results=hierarchy.counters.recorded_requests,
+            kinds=KINDS,
+        )
+        if recorder is None:
+            return None
+        recorder.start()
+        hierarchy.on_close.append(recorder.close)
+        return Recording(recorder)
 
     def _check_sleep(self, model: Mapping[str, Any]) -> None:
         if not self._settings.keep_across_sleep:

@@ -1,0 +1,286 @@
+"""`undercroft simulate`: replay a trace through policies; what would each have found?"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from undercroft.cli.output import Column, Exit, Output, Subparsers, add_command, output_for
+from undercroft.cli.store import counted, say, size_text
+from undercroft.clock import SystemClock
+from undercroft.errors import ConfigError
+from undercroft.settings import parse_size
+from undercroft.sim import BOUNDS, Hits, check_policy, hit_curve
+from undercroft.traces import Trace, load
+
+__all__ = ["Capacity", "add_parser", "parse_capacities", "parse_percent", "run"]
+
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+_BLOCKS = re.compile(r"\s*(\d[\d_]*)\s*blocks?\s*")
+_FORMS = (
+    'a share of the trace\'s blocks ("1%"), a number of them ("5000blocks") or a size ("64GiB")'
+)
+_ONE_PASS = ("lru", "unbounded")
+_COLUMNS_AT_ONCE = 7
+"""Capacities side by side; more go below each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """A capacity to replay at.
+
+    Args:
+        text: As it was asked for.
+        num_blocks: What fits, in blocks of the trace.
+        num_bytes: The same in bytes, if those of a token are known.
+    """
+
+    text: str
+    num_blocks: int
+    num_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    policy: str
+    rows: list[Hits]
+    seconds: float
+
+
+def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
+    """See `main.Command`."""
+    parser = add_command(
+        subparsers,
+        "simulate",
+        "replay a trace of requests: which policy, at which size, finds how much",
+        description="Replays a trace through the classes that an engine would run, one level "
+        "alone, and shows which share of its blocks and tokens each policy finds, beside the "
+        "optimum (belady, which knows the future) and room for everything (unbounded).",
+    )
+    parser.add_argument(
+        "--trace", required=True, metavar="FILE", help="the requests, plain or compressed with gzip"
+    )
+    parser.add_argument(
+        "--format", metavar="NAME", help="its format; told by its first line where left out"
+    )
+    parser.add_argument(
+        "--policy", default="lru", metavar="P[,P...]", help="policies to compare (%(default)s)"
+    )
+    parser.add_argument(
+        "--capacity",
+        default="1%,2%,5%,10%",
+        metavar="C[,C...]",
+        help="shares of the trace's blocks, 5000blocks, or sizes such as 64GiB (%(default)s)",
+    )
+    parser.add_argument(
+        "--bytes-per-token", metavar="SIZE", help="of the model's KV cache; for capacities in bytes"
+    )
+    parser.add_argument(
+        "--warm",
+        default="0%",
+        metavar="PERCENT",
+        help="leave the first requests out of the counts, not of the replay",
+    )
+    parser.add_argument(
+        "--full-blocks",
+        action="store_true",
+        help="leave out partly filled last blocks, which an engine does not store",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """See `main.Command`."""
+    output = output_for(args)
+    policies = _policies(args.policy)
+    warm_ratio = parse_percent(args.warm, "--warm")
+    if warm_ratio > 1:
+        raise ConfigError(f"--warm is {args.warm}; a trace has no more than 100%")
+    token_bytes = None
+    if args.bytes_per_token is not None:
+        token_bytes = parse_size(args.bytes_per_token, "--bytes-per-token")
+    trace = load(args.trace, args.format)
+    if args.full_blocks:
+        trace = trace.full_blocks()
+    capacities = parse_capacities(args.capacity, trace, token_bytes)
+    num_warm = int(warm_ratio * trace.num_requests)
+    curves = _replay(trace, policies, capacities, num_warm, output)
+    _show(output, trace, capacities, curves, num_warm)
+    output.data(_as_data(args.trace, trace, capacities, curves, num_warm))
+    return Exit.FINE
+
+
+def parse_percent(text: str, where: str) -> float:
+    """The ratio that `"12.5%"` is.
+
+    Raises:
+        ConfigError: It is no percentage.
+    """
+    match = _PERCENT.fullmatch(text)
+    if not match:
+        raise ConfigError(f'{where} is {text!r}, which is no percentage, such as "10%"')
+    return float(match[1]) / 100
+
+
+def parse_capacities(text: str, trace: Trace, token_bytes: int | None) -> list[Capacity]:
+    """Capacities separated by commas.
+
+    Args:
+        text: As typed.
+        trace: What shares are of.
+        token_bytes: Bytes of a token's KV cache; None: sizes in bytes mean nothing.
+
+    Raises:
+        ConfigError: One of them is none, or not even a block; the message says what is accepted.
+    """
+    block_bytes = None if token_bytes is None else token_bytes * trace.block_tokens
+    found = []
+    for part in (part.strip() for part in text.split(",")):
+        num_blocks = _num_blocks(part, trace, block_bytes)
+        if num_blocks < 1:
+            raise ConfigError(
+                f"--capacity {part!r} is less than one block of the trace, which has "
+                f"{trace.num_blocks} of {trace.block_tokens} tokens; give more"
+            )
+        num_bytes = None if block_bytes is None else num_blocks * block_bytes
+        found.append(Capacity(part, num_blocks, num_bytes))
+    return found
+
+
+def _num_blocks(text: str, trace: Trace, block_bytes: int | None) -> int:
+    if _PERCENT.fullmatch(text):
+        # Rounded first: 0.07 of 100 is 7 and not 6.
+        return int(round(parse_percent(text, "--capacity") * trace.num_blocks, 6))
+    if blocks := _BLOCKS.fullmatch(text):
+        return int(blocks[1])
+    try:
+        num_bytes = parse_size(text, "--capacity")
+    except ConfigError:
+        raise ConfigError(f"--capacity {text!r} is not a capacity: give {_FORMS}") from None
+    if block_bytes is None:
+        raise ConfigError(
+            f"--capacity {text!r} is a size, so --bytes-per-token has to say what a token takes "
+            '("128KiB" for Llama 3.1 8B); or give a share, as "1%"'
+        )
+    return num_bytes // block_bytes
+
+
+def _policies(text: str) -> list[str]:
+    """Each once, and the bounds after them."""
+    asked = [name.strip() for name in text.split(",")]
+    for name in asked:
+        check_policy(name)
+    return list(dict.fromkeys([*(name for name in asked if name not in BOUNDS), *BOUNDS]))
+
+
+def _replay(
+    trace: Trace,
+    policies: Sequence[str],
+    capacities: Sequence[Capacity],
+    num_warm: int,
+    output: Output,
+) -> list[_Curve]:
+    clock, sizes = SystemClock(), [capacity.num_blocks for capacity in capacities]
+    curves = []
+    with output.progress("replaying", len(policies) * len(sizes)) as progress:
+        for policy in policies:
+            began_s = clock.now_s()
+            rows = hit_curve(
+                trace,
+                policy,
+                sizes,
+                num_warm=num_warm,
+                on_capacity=lambda policy=policy: progress.step(note=policy),  # type: ignore[misc] # mypy: a default has no type
+            )
+            curves.append(_Curve(policy, rows, clock.now_s() - began_s))
+    return curves
+
+
+def _show(
+    output: Output,
+    trace: Trace,
+    capacities: Sequence[Capacity],
+    curves: Sequence[_Curve],
+    num_warm: int,
+) -> None:
+    say(
+        output,
+        f"{trace.name}: {trace.num_requests:,} requests, {trace.num_blocks:,} blocks of "
+        f"{trace.block_tokens} tokens, {trace.num_references:,} references",
+    )
+    if num_warm:
+        say(output, f"the first {counted(num_warm, 'request')} are not counted")
+    for begin in range(0, len(capacities), _COLUMNS_AT_ONCE):
+        part = slice(begin, begin + _COLUMNS_AT_ONCE)
+        for title in ("BLOCK HITS", "TOKEN HITS"):
+            say(output)
+            output.table(*_table(title, capacities[part], curves, part))
+    say(output)
+    output.table(
+        [Column("POLICY"), Column("SECONDS", "right"), Column("REFERENCES A SECOND", "right")],
+        [
+            (curve.policy, f"{curve.seconds:.2f}", f"{_speed(trace, curve):,.0f}")
+            for curve in curves
+        ],
+    )
+
+
+def _table(
+    title: str, capacities: Sequence[Capacity], curves: Sequence[_Curve], part: slice
+) -> tuple[list[Column], list[list[str]]]:
+    columns = [Column(title), *(Column(c.text, "right") for c in capacities)]
+    rows = [["blocks", *(str(c.num_blocks) for c in capacities)]]
+    if capacities[0].num_bytes is not None:
+        rows.append(["size", *(size_text(c.num_bytes or 0) for c in capacities)])
+    for curve in curves:
+        ratios = [
+            row.block_hit_ratio if title == "BLOCK HITS" else row.token_hit_ratio
+            for row in curve.rows[part]
+        ]
+        rows.append([curve.policy, *(f"{100 * ratio:.2f} %" for ratio in ratios)])
+    return columns, rows
+
+
+def _speed(trace: Trace, curve: _Curve) -> float:
+    """References replayed in a second; what is done in one pass counts once."""
+    num_passes = 1 if curve.policy in _ONE_PASS else len(curve.rows)
+    return num_passes * trace.num_references / max(curve.seconds, 1e-9)
+
+
+def _as_data(
+    path: str,
+    trace: Trace,
+    capacities: Sequence[Capacity],
+    curves: Sequence[_Curve],
+    num_warm: int,
+) -> object:
+    return {
+        "trace": {
+            "path": path,
+            "name": trace.name,
+            "num_requests": trace.num_requests,
+            "num_blocks": trace.num_blocks,
+            "num_references": trace.num_references,
+            "block_tokens": trace.block_tokens,
+            "num_warm_requests": num_warm,
+        },
+        "policies": [
+            {
+                "policy": curve.policy,
+                "seconds": curve.seconds,
+                "references_per_s": _speed(trace, curve),
+                "rows": [
+                    {
+                        "capacity": capacity.text,
+                        "capacity_bytes": capacity.num_bytes,
+                        **asdict(row),
+                        "block_hit_ratio": row.block_hit_ratio,
+                        "token_hit_ratio": row.token_hit_ratio,
+                    }
+                    for capacity, row in zip(capacities, curve.rows, strict=True)
+                ],
+            }
+            for curve in curves
+        ],
+    }
