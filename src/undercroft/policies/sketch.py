@@ -2,11 +2,14 @@
 
 A count-min sketch (Cormode & Muthukrishnan 2005) with conservative update (Estan & Varghese 2002):
 four rows of counters up to 15; a key has one in each, and the least of the four is its count.
-Counts are halved again and again, so that they tell of the recent past ("reset" in TinyLFU): one
-stripe of the rows at a time, in turn, where the paper does all at once, so that no call takes long.
+Counts are halved again and again, so that they tell of the recent past ("reset" in TinyLFU). The
+paper does it in one go, which would stall; here a key's four counters lie in one stripe of the
+rows, and a stripe is halved when it is next looked at: nobody can tell the difference.
 """
 
 from __future__ import annotations
+
+from array import array
 
 import xxhash
 
@@ -35,29 +38,23 @@ class FrequencySketch:
         num_keys: How many keys' counts matter, > 0.
 
     Memory: 32 to 64 bytes a key, 64 MiB at most: with more than 2 million keys it gets less exact.
-    Threads: one. Cost: O(1), about a microsecond.
+    Threads: one. Cost: O(1), about a microsecond; 20 where a stripe has to be halved.
     """
 
     def __init__(self, num_keys: int) -> None:
         wanted = min(_COUNTERS_PER_KEY * num_keys, _MAX_WIDTH)
         self._width = max(_MIN_WIDTH, 1 << (wanted - 1).bit_length())
         self._rows = [bytearray(self._width) for _ in range(4)]
-        self._cursor = 0
-        self._num_uses = 0  # since the last stripe was halved
-        num_stripes = max(1, self._width // _STRIPE)
-        self._uses_per_stripe = -(-_USES_PER_KEY * num_keys // num_stripes)
+        self._stripe = min(_STRIPE, self._width)
+        self._halvings = array("Q", bytes(8 * (self._width // self._stripe)))  # done, by stripe
+        self._num_halvings = 0  # due
+        self._uses_per_halving = _USES_PER_KEY * num_keys
+        self._num_uses = 0  # since the last became due
 
     def use(self, key: ChunkKey) -> None:
         """Count a use of `key`."""
-        digest = xxhash.xxh3_64_intdigest(key)
-        place, step, mask = digest, digest >> 32 | 1, self._width - 1
+        i, j, k, m = self._places(key)
         first, second, third, fourth = self._rows
-        i, j, k, m = (
-            place & mask,
-            place + step & mask,
-            place + 2 * step & mask,
-            place + 3 * step & mask,
-        )
         count = min(first[i], second[j], third[k], fourth[m])
         if count < _MOST:
             if first[i] == count:
@@ -69,33 +66,41 @@ class FrequencySketch:
             if fourth[m] == count:
                 fourth[m] = count + 1
         self._num_uses += 1
-        if self._num_uses >= self._uses_per_stripe:
-            self._age()
+        if self._num_uses >= self._uses_per_halving:
+            self._num_uses = 0
+            self._num_halvings += 1
 
     def count(self, key: ChunkKey) -> int:
         """How often `key` was used lately; too much at times, 15 at most."""
-        digest = xxhash.xxh3_64_intdigest(key)
-        step, mask = digest >> 32 | 1, self._width - 1
+        i, j, k, m = self._places(key)
         first, second, third, fourth = self._rows
-        return min(
-            first[digest & mask],
-            second[digest + step & mask],
-            third[digest + 2 * step & mask],
-            fourth[digest + 3 * step & mask],
-        )
+        return min(first[i], second[j], third[k], fourth[m])
 
     def forget(self, key: ChunkKey) -> None:
         """Take the uses of `key` back; a key that shares counters with it may lose some, too."""
-        count, digest = self.count(key), xxhash.xxh3_64_intdigest(key)
-        step, mask = digest >> 32 | 1, self._width - 1
-        for number, row in enumerate(self._rows):
-            row[digest + number * step & mask] -= count
+        count = self.count(key)
+        for row, place in zip(self._rows, self._places(key), strict=True):
+            row[place] -= count
 
-    def _age(self) -> None:
-        """Halve the counters of the next stripe."""
-        self._num_uses = 0
-        start = self._cursor
-        stop = min(start + _STRIPE, self._width)
-        for row in self._rows:
-            row[start:stop] = row[start:stop].translate(_HALF)
-        self._cursor = stop % self._width
+    def _places(self, key: ChunkKey) -> tuple[int, int, int, int]:
+        """Where the key's counter is in each row."""
+        digest = xxhash.xxh3_64_intdigest(key)
+        mask = self._stripe - 1
+        stripe, step = (digest >> 48) % len(self._halvings), digest >> 24 | 1
+        start = stripe * self._stripe
+        if self._halvings[stripe] != self._num_halvings:
+            self._halve(stripe, start)
+        return (
+            start + (digest & mask),
+            start + (digest + step & mask),
+            start + (digest + 2 * step & mask),
+            start + (digest + 3 * step & mask),
+        )
+
+    def _halve(self, stripe: int, start: int) -> None:
+        """As often as it is due; four times leave nothing."""
+        stop = start + self._stripe
+        for _ in range(min(_MOST.bit_length(), self._num_halvings - self._halvings[stripe])):
+            for row in self._rows:
+                row[start:stop] = row[start:stop].translate(_HALF)
+        self._halvings[stripe] = self._num_halvings
