@@ -5,7 +5,7 @@ best, from keeping it a while longer? That depends on the class of its last use 
 session, how did the request end, how often was it seen) and on how long ago that was, and it is
 learned from the traffic: `reuse_curves`. Where it is least, chunks go, deepest first.
 
-Source: own work, docs/explanation/design/0020-hazard.md; the index is Gittins' (1979), for hits.
+Source: own work, docs/explanation/design/0011-hazard.md; the index is Gittins' (1979), for hits.
 """
 
 from __future__ import annotations
