@@ -4,7 +4,8 @@ What queue policies (LRU, ARC, 2Q, ...) are built from. A queue is a chain of *s
 is a plain dict that holds up to `SEGMENT_KEYS` keys in order of arrival. One table tells a key's
 segment. To move a key is to delete it from its segment and to append it to the newest one: small
 dict operations in C, in place of the ten array accesses of an intrusive linked list in Python, and
-no second table is needed to get from a list position back to the key.
+no second table is needed to get from a list position back to the key. A key's value in its segment
+is its *mark*, a small number that costs nothing: "visited" to SIEVE, "freq" to S3-FIFO.
 
 Segments thin out as keys move away. For every segment that a queue opens it visits
 `VISITS_PER_SEGMENT` neighbouring pairs and joins those that fit into one, so that the number of
@@ -14,16 +15,19 @@ work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from undercroft.errors import Bug
 from undercroft.key_table import SHARD_SHIFT, KeyTable
 from undercroft.keys import ChunkKey
 
-__all__ = ["SEGMENT_KEYS", "VISITS_PER_SEGMENT", "KeyQueue", "SegmentStore"]
+__all__ = ["MAX_PASSED", "SEGMENT_KEYS", "VISITS_PER_SEGMENT", "KeyQueue", "SegmentStore"]
 
 SEGMENT_KEYS = 170  # a CPython dict of 256 slots holds exactly this many: no slack to pay for
 VISITS_PER_SEGMENT = 4
+MAX_PASSED = 1024
+"""Marked keys in a row that one call passes; half a millisecond's worth. The next one goes, marked
+or not: of a thousand keys that were used, one too many."""
 
 
 class SegmentStore:
@@ -36,7 +40,7 @@ class SegmentStore:
 
     def __init__(self) -> None:
         self.table = KeyTable()
-        self.keys: list[dict[ChunkKey, None]] = []
+        self.keys: list[dict[ChunkKey, int]] = []  # to the mark
         self.owner: list[int] = []  # queue_id of the queue that the segment belongs to
         self.prev: list[int] = []  # older neighbour, -1: none
         self.next: list[int] = []  # newer neighbour, -1: none
@@ -64,6 +68,17 @@ class SegmentStore:
         """`queue_id` of the queue that `key` is in, or -1."""
         index = self.table.shards[hash(key) >> SHARD_SHIFT].get(key, -1)
         return -1 if index < 0 else self.owner[index]
+
+    def mark(self, key: ChunkKey, most: int = 1) -> int:
+        """Raise the mark of `key` by one, up to `most`; returns as `owner_of` does."""
+        index = self.table.shards[hash(key) >> SHARD_SHIFT].get(key, -1)
+        if index < 0:
+            return -1
+        segment = self.keys[index]
+        mark = segment[key]
+        if mark < most:
+            segment[key] = mark + 1
+        return self.owner[index]
 
 
 class KeyQueue:
@@ -110,15 +125,16 @@ class KeyQueue:
         tail = self._tail
         if len(tail) >= SEGMENT_KEYS:
             tail = self._open()
-        tail[key] = None
+        tail[key] = 0
         shard[key] = self._tail_index
 
-    def pull(self, key: ChunkKey, source: KeyQueue | None = None) -> None:
+    def pull(self, key: ChunkKey, source: KeyQueue | None = None, mark: int = 0) -> None:
         """Take `key` out of the queue that it is in and append it to this one.
 
         Args:
             key: In `source`.
             source: A queue of the same store; this one if left out: then `key` becomes the newest.
+            mark: Its mark from now on.
 
         Raises:
             Bug: The key is in no queue of this store.
@@ -135,7 +151,7 @@ class KeyQueue:
         tail = self._tail
         if len(tail) >= SEGMENT_KEYS:
             tail = self._open()
-        tail[key] = None
+        tail[key] = mark
         shard[key] = self._tail_index
 
     def remove(self, key: ChunkKey) -> None:
@@ -168,6 +184,58 @@ class KeyQueue:
             return key
         raise Bug("the first key of an empty queue")
 
+    def first(self) -> ChunkKey | None:
+        """The oldest key; None if there is none."""
+        return next(iter(self._segments[self._head]), None)
+
+    def pass_marked(self, target: KeyQueue, at_most: int, *, keep: int = 0) -> int:
+        """Move keys from the front to the end of `target`, down to the first that has no mark.
+
+        Args:
+            target: A queue of the same store; this one: then it ends with a key that was used up.
+            at_most: Keys to move.
+            keep: Of a mark, beyond the one that is taken: so much at most stays.
+
+        Returns:
+            How many were moved. `at_most` may have ended it before an unmarked key did.
+        """
+        for num_passed in range(at_most):
+            key, mark = next(iter(self._segments[self._head].items()), (b"", 0))
+            if not mark:  # or the queue is empty
+                return num_passed
+            target.pull(ChunkKey(key), self, min(keep, mark - 1))
+        return at_most
+
+    def lap(self, mark: int, early: set[ChunkKey]) -> Iterator[ChunkKey]:
+        """The keys that have this `mark`, oldest first, lazily.
+
+        Where more than `MAX_PASSED` in a row have a greater one, the next comes all the same, and
+        goes into `early`. What is in `early` does not come again: laps from 0 up, of one `early`,
+        give each key once.
+        """
+        num_passed = 0
+        for key, its_mark in self.items():
+            if its_mark < mark or key in early:
+                continue
+            if its_mark > mark:
+                if num_passed < MAX_PASSED:
+                    num_passed += 1
+                    continue
+                early.add(key)
+            num_passed = 0
+            yield key
+
+    def marked(self, early: Container[ChunkKey]) -> Iterator[ChunkKey]:
+        """What lap 0 left out, whatever the mark, oldest first, lazily."""
+        return (key for key, mark in self.items() if mark and key not in early)
+
+    def items(self) -> Iterator[tuple[ChunkKey, int]]:
+        """The keys and their marks, oldest first, lazily. Any change invalidates the iterator."""
+        index = self._head
+        while index >= 0:
+            yield from self._segments[index].items()
+            index = self._store.next[index]
+
     def __contains__(self, key: ChunkKey) -> bool:
         """Whether `key` is in this queue. Cost: one dict lookup."""
         return self._store.owner_of(key) == self._queue_id
@@ -189,7 +257,7 @@ class KeyQueue:
                 if index < 0:
                     return
 
-    def _open(self) -> dict[ChunkKey, None]:
+    def _open(self) -> dict[ChunkKey, int]:
         """Append a segment, having joined a few old ones."""
         for _ in range(VISITS_PER_SEGMENT):
             self._visit_pair()

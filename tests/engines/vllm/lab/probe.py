@@ -6,6 +6,7 @@ when told to, zeroes every block right after it was loaded: the negative control
 
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,13 @@ class Probe:
 
 
 def process_io() -> dict[str, int]:
-    """Bytes this process asked to read and write so far, page cache included (`/proc`)."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    fields = dict(line.split(": ") for line in lines)
-    return {"read_bytes": int(fields["rchar"]), "written_bytes": int(fields["wchar"])}
+    """Bytes this process and its children asked to read and write so far, page cache included."""
+    read = written = 0
+    children = Path("/proc/self/task").glob("*/children")
+    pids = ["self", *(pid for each in children for pid in each.read_text().split())]
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):  # a child that has just ended
+            lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+            fields = dict(line.split(": ") for line in lines)
+            read, written = read + int(fields["rchar"]), written + int(fields["wchar"])
+    return {"read_bytes": read, "written_bytes": written}
