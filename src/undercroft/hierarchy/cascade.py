@@ -110,19 +110,21 @@ class Cascade:
             slots.pin(slot)
             self._by_ticket[level.name, ticket] = (slot, attempt)
 
-    def settle(self, level: Level, done: Done) -> None:
-        """Book the end of one write."""
+    def settle(self, level: Level, done: Done) -> bool:
+        """Book the end of one write; whether it is to be tried once more."""
         entry = self._by_ticket.pop((level.name, done.ticket), None)
         if entry is None:
-            return
+            return False
         slot, attempt = entry
-        if isinstance(done.outcome.error, TierFull) and attempt == 0:
+        again = isinstance(done.outcome.error, TierFull) and attempt == 0
+        if again:
             # Something was deleted since, or will be: the level makes room when it books this.
             self._waiting[level.name].append((done.outcome.key, 1))
         if done.buffer_free:
             self._pool.unpin(slot)
         else:
             self._late[level.name, done.ticket] = slot
+        return again
 
     def released(self, level: Level, ticket: int) -> None:
         """A write that had run out of time came back."""

@@ -364,11 +364,12 @@ class Hierarchy:
         """Book what the movers have finished. O(finished)."""
         for level in self.levels:
             for done in level.transfers.poll():
+                again = False
                 if done.op is Op.READ:
                     self.restores.settle(level, done)
                 elif done.op is Op.WRITE:
-                    self.cascade.settle(level, done)
-                level.settle(done)
+                    again = self.cascade.settle(level, done)
+                level.settle(done, again=again)
             for ticket in level.transfers.take_released():
                 self.restores.released(level, ticket)
                 self.cascade.released(level, ticket)

@@ -293,8 +293,13 @@ class Level:
             if key in policy:
                 policy.on_hit(key)
 
-    def settle(self, done: Done) -> None:
-        """Book the end of a write or delete, or the failure of a read."""
+    def settle(self, done: Done, *, again: bool = False) -> None:
+        """Book the end of a write or delete, or the failure of a read.
+
+        Args:
+            done: What ended.
+            again: It failed, but is not given up: nothing is lost yet.
+        """
         key, error = done.outcome.key, done.outcome.error
         size_class = self._class_of(key)
         if done.op is Op.DELETE:
@@ -309,8 +314,9 @@ class Level:
         self._alarm.see(error, self.transfers.breaker.state)
         self._note_state(error)
         if error is not None:
-            self._counters.dropped_chunks[self.name, drop_reason(error)] += 1
-            self._counters.note(self.name, "dropped", drop_reason(error), key)
+            if not again:
+                self._counters.dropped_chunks[self.name, drop_reason(error)] += 1
+                self._counters.note(self.name, "dropped", drop_reason(error), key)
             self._tell(done.op, error)
             if isinstance(error, TierFull) and done.op is Op.WRITE and not self._is_closed:
                 self._relieve(size_class)
