@@ -27,7 +27,7 @@ def prompt(number: int) -> list[ChunkKey]:
 def make_requests(
     num_days: float, seed: int, *, every_s: float = 30.0, one_off_ratio: float = 0.6
 ) -> Iterator[tuple[float, Sequence[ChunkKey]]]:
-    """Times and prompts: one-offs, and prompts that return two hours later on average, ten times."""
+    """Times and prompts: one-offs, and some that return two hours later on average, ten times."""
     random = Random(seed)
     due: list[tuple[float, int]] = []
     now_s, number = 0.0, 0

@@ -1,4 +1,4 @@
-"""How often each of many keys was seen, exactly, in eight bytes a key."""
+"""How often each of many keys was seen, in eight bytes a key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from undercroft.keys import ChunkKey
 __all__ = ["MAX_TRACKED", "Sightings"]
 
 MAX_TRACKED = 1 << 20
-_WAYS = 4
+_WAYS = 8
 _COUNT_BITS, _AGE_BITS = 8, 16
 _MOST_COUNT, _AGE_MASK = (1 << _COUNT_BITS) - 1, (1 << _AGE_BITS) - 1
 _TAG_SHIFT = _COUNT_BITS + _AGE_BITS
@@ -22,12 +22,13 @@ _TICKS = 256  # of the age, while as many keys are seen as there are places
 class Sightings:
     """Counts by key, of the keys seen last.
 
-    A table of buckets of four places, as a processor's cache has them: a key that is new takes the
+    A table of buckets of eight places, as a processor's cache has them: a key that is new takes the
     place in its bucket that was not seen for longest. A place holds 40 bits of the key's hash, the
-    count and when it was last seen. Two keys are taken for one about once in 10^11.
+    count, 255 at most, and when it was last seen. A new key is taken for another once in 10^11.
 
     Args:
-        max_tracked: Keys remembered, > 0; a few percent less when their buckets fill unevenly.
+        max_tracked: Keys remembered, > 0; of the last half as many one in twenty is lost, as buckets
+            fill unevenly.
         what: Whose option `max_tracked` is, for the error.
 
     Raises:

@@ -60,7 +60,7 @@ class WriteBudget:
             )
         if budget is not None and level_budget_bytes is not None:
             raise ConfigError(
-                "admission write_budget: what is spent is the tier's write_budget; leave `budget` out"
+                "admission write_budget spends the tier's write_budget: leave `budget` out"
             )
         self._budget_bytes = (
             None if budget is None else parse_size(budget, "budget of admission write_budget")
@@ -84,6 +84,11 @@ class WriteBudget:
             raise ConfigError(
                 "admission write_budget: this tier keeps a budget itself, over restarts; write it "
                 "as the tier's write_budget, and leave `budget` out"
+            )
+        if self._budget_bytes is None and purse.day_bytes() is None:
+            raise ConfigError(
+                "admission write_budget: this tier takes a write_budget, but does not say what is "
+                "left of it; write `budget` into the admission in its place"
             )
         self._purse = purse
 
