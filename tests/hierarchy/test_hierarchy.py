@@ -13,6 +13,7 @@ from undercroft.hierarchy.hierarchy import Limits
 from undercroft.hierarchy.request import Lookup, Request
 from undercroft.keys import ChunkKey
 from undercroft.policies.arc import Arc
+from undercroft.policies.hazard import Hazard
 from undercroft.policies.lru import Lru
 from undercroft.testing.faults import Effect, FaultyTier, Injector, on_verb
 from undercroft.testing.mini_engine import chunk_key, content_of
@@ -53,7 +54,7 @@ def test_a_lower_hit_takes_two_lookups(tier: MemoryTier, worlds: list[World]) ->
     assert (entry.num_hits, entry.num_asked) == (12, 2)
 
 
-@pytest.mark.parametrize("make_policy", [Lru, Arc])
+@pytest.mark.parametrize("make_policy", [Lru, Arc, Hazard])
 @pytest.mark.parametrize(("total", "room"), [(20, 16), (64, 60), (64, 16), (17, 16), (33, 16)])
 def test_prefix_larger_than_level_0(
     tier: MemoryTier, worlds: list[World], total: int, room: int, make_policy: type[Lru]
@@ -362,7 +363,7 @@ def test_hits_behind_a_gap_do_not_block_what_is_before(
     world.assert_quiet()
 
 
-@pytest.mark.parametrize("make_policy", [Lru, Arc])
+@pytest.mark.parametrize("make_policy", [Lru, Arc, Hazard])
 def test_a_long_prompt_keeps_its_beginning(worlds: list[World], make_policy: type[Lru]) -> None:
     """A prompt of twice level 0, again and again: it never evicts what it continues."""
     world = make_world(16, make_policy=make_policy)

@@ -13,6 +13,7 @@ from undercroft.hierarchy.request import Lookup, Request
 from undercroft.keys import ChunkKey
 from undercroft.policies.arc import Arc
 from undercroft.policies.base import EvictionPolicy
+from undercroft.policies.hazard import Hazard
 from undercroft.policies.lru import Lru
 from undercroft.testing.faults import Effect, FaultyTier, Injector, both, on_index, on_key, on_verb
 from undercroft.testing.mini_engine import content_of
@@ -44,7 +45,7 @@ def store_in_steps(world: World, keys: list[ChunkKey], per_step: int) -> Request
     return request
 
 
-@pytest.mark.parametrize("make_policy", [Lru, Arc])
+@pytest.mark.parametrize("make_policy", [Lru, Arc, Hazard])
 @pytest.mark.parametrize("per_step", [1, 3, 8])
 @pytest.mark.parametrize("num_hits", [0, 1])
 def test_under_pressure_the_root_stays_longest(

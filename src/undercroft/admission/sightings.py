@@ -27,8 +27,8 @@ class Sightings:
     count, 255 at most, and when it was last seen. A new key is taken for another once in 10^11.
 
     Args:
-        max_tracked: Keys remembered, > 0; of the last half as many one in twenty is lost, as buckets
-            fill unevenly.
+        max_tracked: Keys remembered, > 0; of the last half as many one in twenty is lost, as
+            buckets fill unevenly.
         what: Whose option `max_tracked` is, for the error.
 
     Raises:

@@ -29,6 +29,7 @@ COMMANDS: tuple[str, ...] = (
     "gc",
     "explain",
     "simulate",
+    "plan",
     "demo",
     "bench",
 )

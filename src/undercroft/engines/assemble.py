@@ -27,6 +27,8 @@ from undercroft.hierarchy.slots import Slots, slot_bytes_for
 from undercroft.hierarchy.transfers import Transfers
 from undercroft.keys import ChunkKey, Namespace
 from undercroft.plugins import find
+from undercroft.policies.base import EvictionPolicy
+from undercroft.policies.known_prefixes import KnownPrefixes
 from undercroft.settings import Settings, TierSettings, with_capacity
 from undercroft.settings.schema import FAULTY
 from undercroft.tiers.base import Batched, SharedMemory, Tier
@@ -73,6 +75,42 @@ class Geometry:
         classes = [sizes.index(slot_bytes_for(n)) for n in self.chunk_bytes]
         group_of = self.group_of
         return lambda key: classes[group_of(key)]
+
+
+class _Policies:
+    """Makes policies; those that take it share what is known of prefixes."""
+
+    def __init__(
+        self, settings: Settings, geometry: Geometry, host_bytes: int, clock: Clock
+    ) -> None:
+        chunk_bytes = min(geometry.slot_bytes)
+        self._num_chunks = host_bytes // chunk_bytes
+        below = sum(tier.capacity_bytes or 0 for tier in settings.tiers)
+        self._num_chunks_below = below // chunk_bytes
+        self._clock = clock
+        self._known: KnownPrefixes | None = None
+
+    def of(self, name: str, where: str) -> Callable[[int], EvictionPolicy]:
+        """What makes one for a capacity in chunks."""
+        make = find("policies", name)
+        takes = signature(make).parameters
+
+        def made(capacity_chunks: int) -> EvictionPolicy:
+            offered: dict[str, object] = {"clock": self._clock}
+            if "known" in takes:
+                self._known = self._known or KnownPrefixes.for_chunks(
+                    self._num_chunks, self._num_chunks_below
+                )
+                offered["known"] = self._known
+            policy: EvictionPolicy = _made(
+                partial(make, capacity_chunks), f"policy {name} of {where}", {}, offered
+            )
+            return policy
+
+        return made
+
+
+_Shared = tuple[Clock, Counters, LevelEvents, _Policies]
 
 
 def tokens_that_fit(geometry: Geometry, total_bytes: int) -> int:
@@ -130,11 +168,12 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
     """
     counters = Counters()
     events = LevelEvents(enabled=with_events)
+    policies = _Policies(settings, geometry, len(buffer), clock)
     with ExitStack() as opened:
         levels = _open_levels(
             settings,
             geometry,
-            (clock, counters, events),
+            (clock, counters, events, policies),
             (namespace, num_replicas, memory),
             opened,
         )
@@ -143,7 +182,7 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
             geometry,
             levels,
             buffer=buffer,
-            shared=(clock, counters, events),
+            shared=(clock, counters, events, policies),
             take_failed_stores=take_failed_stores,
         )
         history = _history(
@@ -160,7 +199,7 @@ def assemble(  # noqa: PLR0913 - the one place where everything meets
 def _open_levels(
     settings: Settings,
     geometry: Geometry,
-    shared: tuple[Clock, Counters, LevelEvents],
+    shared: _Shared,
     whose: tuple[Namespace, int, SharedMemory | None],
     opened: ExitStack,
 ) -> list[Level]:
@@ -190,7 +229,7 @@ def _open_level(
     tier_settings: TierSettings,
     settings: Settings,
     geometry: Geometry,
-    shared: tuple[Clock, Counters, LevelEvents],
+    shared: _Shared,
     whose: tuple[Namespace, int, SharedMemory | None],
 ) -> Level:
     tier = _open_tier(tier_settings, shared[0], *whose)
@@ -212,19 +251,18 @@ def _hierarchy(
     levels: Sequence[Level],
     *,
     buffer: memoryview,
-    shared: tuple[Clock, Counters, LevelEvents],
+    shared: _Shared,
     take_failed_stores: Callable[[], frozenset[int] | None],
 ) -> Hierarchy:
-    clock, counters, events = shared
+    clock, counters, events, policies = shared
     class_of = geometry.class_of()
     slots = Slots(len(buffer), geometry.slot_bytes)
-    make_policy = find("policies", settings.policy)
     admission = _admission(settings, "host memory", clock, 1)
     max_slots = sum(slots.capacity(c) for c in range(len(geometry.slot_bytes)))
     return Hierarchy(
         lambda on_evict: Pool(
             slots,
-            make_policy=make_policy,
+            make_policy=policies.of(settings.policy, "host memory"),
             class_of=class_of,
             on_evict=on_evict,
             admission=None if settings.admission == "always" else admission,
@@ -314,9 +352,9 @@ def _level(
     settings: Settings,
     geometry: Geometry,
     num_replicas: int,
-    shared: tuple[Clock, Counters, LevelEvents],
+    shared: _Shared,
 ) -> Level:
-    clock, counters, events = shared
+    clock, counters, events, policies = shared
     rate_bytes = tier_settings.write_rate_bytes
     max_queued = max(settings.max_queued_write_bytes, *geometry.slot_bytes)
     return Level(
@@ -329,7 +367,7 @@ def _level(
         ),
         slot_bytes=geometry.slot_bytes,
         class_of=geometry.class_of(),
-        make_policy=find("policies", tier_settings.policy),
+        make_policy=policies.of(tier_settings.policy, f"tier {tier_settings.name}"),
         admission=_admission(tier_settings, f"tier {tier_settings.name}", clock, num_replicas),
         clock=clock,
         counters=counters,

@@ -134,6 +134,9 @@ class Hierarchy:
             max_waiting=limits.max_cascade_waiting,
         )
         self.touches = Touches(self.levels, self.restores, self.cascade)
+        every: list[Pool | Level] = [self.pool, *self.levels]
+        self._learning = [each for each in every if each.learns]
+        self._keeps_chains = bool(self.levels or self._learning)
 
     def view(self, slot: int) -> memoryview:
         """The bytes of a slot, `(slot_bytes,)` uint8, writable."""
@@ -247,7 +250,7 @@ class Hierarchy:
             Bug: A key is not readable. Loading anything else in its place would be wrong bytes.
         """
         slots = self.loads.prepare(keys, request)
-        if self.levels:
+        if self._keeps_chains:
             request.chain.extend(keys)
         self.restores.leave(request)
         request.deadline_s = None
@@ -268,7 +271,7 @@ class Hierarchy:
         that what is accepted can be used. What is left out counts as done for this request.
         """
         self.holds.add_hits(self._asking.values())
-        if self.levels:
+        if self._keeps_chains:
             request.chain.extend(keys)
         return self.stores.prepare(keys, request)
 
@@ -299,12 +302,15 @@ class Hierarchy:
         """Touch the chain of a request leaf first, once nothing of it is under way."""
         if not request.finished or request.loading or request.num_storing > 0:
             return
-        self.fresh.settle(request.id, request.loaded)
-        if not self.levels:
-            return
-        chain = list(request.in_order(dict.fromkeys(request.chain)))
+        chain = list(request.in_order(dict.fromkeys(request.chain))) if request.chain else []
         request.chain.clear()
-        if chain:
+        if self._learning and chain:
+            now_s = self._clock.now_s()
+            for keys in request.by_group(chain):
+                for each in self._learning:
+                    each.learn(keys, now_s)
+        self.fresh.settle(request.id, request.loaded)
+        if self.levels and chain:
             self.touches.add(chain, request.offered_below)
 
     def end_step(self, scheduled: Collection[str] = ()) -> bool:

@@ -24,7 +24,7 @@ from undercroft.hierarchy.transfers import Transfers
 from undercroft.hierarchy.voiding import Voider
 from undercroft.keys import ChunkKey
 from undercroft.log import SparingLog
-from undercroft.policies.base import EvictionPolicy
+from undercroft.policies.base import Evicting, EvictionPolicy, Learning
 from undercroft.tiers.base import Bounded, Following, Indexed, Tier
 
 __all__ = ["Level", "drop_reason"]
@@ -39,6 +39,22 @@ def drop_reason(error: KvError) -> str:
     if isinstance(error, CorruptChunk):
         return "corrupt"
     return type(error).__name__.removeprefix("Tier").lower()
+
+
+def _evicted(policy: EvictionPolicy, num_keys: int) -> list[ChunkKey]:
+    if isinstance(policy, Evicting):
+        return policy.evict(num_keys, lambda _key: False)
+    victims = list(islice(policy.victims(), num_keys))
+    for key in victims:
+        policy.on_evict(key)
+    return victims
+
+
+def _opened(admission: Admission, spending: Spending) -> Observing | None:
+    """`admission` if it wants to be told of uses; shown the purse, if it wants to see it."""
+    if isinstance(admission, Budgeting):
+        admission.open(spending)
+    return admission if isinstance(admission, Observing) else None
 
 
 class _ClosedIndex:
@@ -110,12 +126,12 @@ class Level:
         self._spending = Spending(
             asked, rate_bytes=write_rate_bytes, largest_bytes=max(slot_bytes), clock=clock
         )
-        if isinstance(admission, Budgeting):
-            admission.open(self._spending)
-        self._observing = admission if isinstance(admission, Observing) else None
+        self._observing = _opened(admission, self._spending)
         self._alarm = Alarm(tier.name, clock)
         self._was_up = True
         self._policies = [make_policy(self._capacity_chunks(n)) for n in self._slot_bytes]
+        self.learns = any(isinstance(policy, Learning) for policy in self._policies)
+        """Whether a policy wants to be told of requests."""
         self._ahead = [
             max(1, min(32, self._capacity_chunks(n) // 64)) if self._bounded else 0
             for n in self._slot_bytes
@@ -265,9 +281,8 @@ class Level:
         if missing <= 0:
             return 0
         policy = self._policies[size_class]
-        victims = list(islice(policy.victims(), min(missing, at_most, _MAX_EVICTIONS_PER_CALL)))
+        victims = _evicted(policy, min(missing, at_most, _MAX_EVICTIONS_PER_CALL))
         for key in victims:
-            policy.on_evict(key)
             self.transfers.delete(key)
             self._num_deleting[size_class] += 1
             self._free[size_class] += 1
@@ -282,15 +297,25 @@ class Level:
         num_evicted = self.make_room(size_class, 1, at_most=self._relief.left(size_class))
         self._relief.spend(size_class, num_evicted)
 
+    def learn(self, keys: Sequence[ChunkKey], now_s: float) -> None:
+        """A request that used `keys` of one group, root first, has ended."""
+        policy = self._policies[self._class_of(keys[0])]
+        if isinstance(policy, Learning):
+            policy.on_request(keys, now_s)
+
     def touch(self, keys: Sequence[ChunkKey], offered: Container[ChunkKey] = ()) -> None:
         """`keys`, a prefix from the root on, were used; `offered` are those that came for it."""
         observing = self._observing
+        if self.learns and observing is None:
+            return  # `learn` has said so
         for key in reversed(keys):
             policy = self._policies[self._class_of(key)]
-            if key in policy:
+            if key not in policy:
+                continue
+            if not self.learns:
                 policy.on_hit(key)
-                if observing is not None and key not in offered:
-                    observing.on_use(key)
+            if observing is not None and key not in offered:
+                observing.on_use(key)
 
     def settle(self, done: Done) -> None:
         """Book the end of a write or delete, or the failure of a read."""

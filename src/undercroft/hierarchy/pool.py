@@ -12,7 +12,7 @@ from undercroft.admission.base import Admission, Observing
 from undercroft.hierarchy.slots import Slots, SlotState
 from undercroft.key_table import SHARD_SHIFT, KeyTable
 from undercroft.keys import ChunkKey
-from undercroft.policies.base import EvictionPolicy, InRuns
+from undercroft.policies.base import Evicting, EvictionPolicy, InRuns, Learning
 
 __all__ = ["Pool"]
 
@@ -69,6 +69,10 @@ class Pool:
         self._num_ahead = 0 if self._many else min(_MAX_AHEAD, len(slots.states) // _AHEAD_SHARE)
         self._was_full = False
         self._policies = [make_policy(slots.capacity(c)) for c in range(len(slots.slot_bytes))]
+        self._learning = [each if isinstance(each, Learning) else None for each in self._policies]
+        self.learns = any(self._learning)
+        """Whether a policy wants to be told of requests."""
+        self._evicting = [each if isinstance(each, Evicting) else None for each in self._policies]
         self._in_runs = [each if isinstance(each, InRuns) else None for each in self._policies]
 
     def find(self, key: ChunkKey) -> int:
@@ -209,8 +213,16 @@ class Pool:
         for key in keys:
             policies[class_of(key)].on_insert(key)
 
+    def learn(self, keys: Sequence[ChunkKey], now_s: float) -> None:
+        """A request that used `keys` of one group, root first, has ended."""
+        policy = self._learning[self.class_of(keys[0])]
+        if policy is not None:
+            policy.on_request(keys, now_s)
+
     def touch(self, keys: Reversible[ChunkKey]) -> None:
         """`keys`, a prefix from the root on, were used; the deepest ends up the oldest of them."""
+        if all(self._learning):
+            return  # `learn` has said so
         shards, states = self.table.shards, self.slots.states
         for key in reversed(keys):
             slot = shards[hash(key) >> SHARD_SHIFT].get(key, -1)
@@ -262,6 +274,8 @@ class Pool:
         slots, policy, in_runs = self.slots, self._policies[size_class], self._in_runs[size_class]
         if slots.num_evictable(size_class) == 0:
             return []
+        if (evicting := self._evicting[size_class]) is not None:
+            return self._let_evict(evicting, count, keep)
         max_skipped = _MAX_SKIPPED if in_runs is None else _MAX_SKIPPED_BEFORE_RUNS
         shards, pins = self.table.shards, slots.pins
         victims: list[ChunkKey] = []
@@ -288,6 +302,16 @@ class Pool:
             freed += [shards[hash(key) >> SHARD_SHIFT].pop(key) for key in beyond]
             self._tell(beyond, policy)
         slots.recycle(freed)
+        return freed
+
+    def _let_evict(self, policy: Evicting, count: int, keep: Container[ChunkKey]) -> list[int]:
+        """The same, of a policy that does it by itself."""
+        find, pins, shards = self.table.get, self.slots.pins, self.table.shards
+        victims = policy.evict(count, lambda key: pins[find(key)] > 0 or key in keep)
+        freed = [shards[hash(key) >> SHARD_SHIFT].pop(key) for key in victims]
+        if victims:
+            self._on_evict(victims)
+        self.slots.recycle(freed)
         return freed
 
     def _find_beyond(self, policy: InRuns, count: int, keep: Container[ChunkKey]) -> list[ChunkKey]:

@@ -200,6 +200,15 @@ class Request:
             ordered.sort(key=lambda key: position_of(key) or 0)
         return ordered
 
+    def by_group(self, keys: list[ChunkKey]) -> list[list[ChunkKey]]:
+        """`keys`, in prefix order over all groups, by group."""
+        if self.group_of is None:
+            return [keys]
+        groups: dict[object, list[ChunkKey]] = {}
+        for key in keys:
+            groups.setdefault(self.group_of(key), []).append(key)
+        return list(groups.values())
+
     def denies(self, key: ChunkKey) -> bool:
         """Whether `key` is not to be fetched for this request."""
         if key in self.denied:

@@ -8,13 +8,14 @@ from undercroft.identity.manifest import (
     key_hash,
     namespace,
 )
-from undercroft.identity.weights import Fingerprint, weights_fingerprint
+from undercroft.identity.weights import Fingerprint, local_folder, weights_fingerprint
 
 __all__ = [
     "EngineFacts",
     "Fingerprint",
     "KeyHash",
     "key_hash",
+    "local_folder",
     "namespace",
     "weights_fingerprint",
 ]

@@ -17,7 +17,7 @@ from json import JSONDecodeError, loads
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Fingerprint", "weights_fingerprint"]
+__all__ = ["Fingerprint", "local_folder", "weights_fingerprint"]
 
 _EDGE_BYTES = 64 * 1024
 _SAMPLE_BYTES = 4096
@@ -92,6 +92,22 @@ def weights_fingerprint(
         return _of_hub_name(model_name, revision, environ or {})
     except OSError as exc:
         return _once(f"the files of model {model_name} cannot be read ({exc})")
+
+
+def local_folder(model_name: str, environ: Mapping[str, str]) -> Path | None:
+    """Where the files of a model are: a folder itself, or the hub cache's main snapshot.
+
+    Args:
+        model_name: A folder, or a hub name.
+        environ: The process's environment, for the place of the hub cache.
+    """
+    if Path(model_name).is_dir():
+        return Path(model_name)
+    if not _HUB_NAME.fullmatch(model_name):
+        return None
+    folder = _hub_cache(environ) / f"models--{model_name.replace('/', '--')}"
+    commit = _resolve(folder, "main")
+    return None if commit is None else folder / "snapshots" / commit
 
 
 def _of_folder(folder: Path) -> Fingerprint:

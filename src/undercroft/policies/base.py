@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from undercroft.keys import ChunkKey
 
-__all__ = ["EvictionPolicy", "InRuns", "Learning"]
+__all__ = ["Evicting", "EvictionPolicy", "InRuns", "Learning"]
 
 
 class EvictionPolicy(Protocol):
@@ -66,14 +66,30 @@ class InRuns(Protocol):
 
 @runtime_checkable
 class Learning(Protocol):
-    """A policy that learns from whole requests."""
+    """A policy that wants to know of whole requests, found by `isinstance`."""
 
     def on_request(self, keys: Sequence[ChunkKey], now_s: float, kind: int = 0) -> None:
-        """A request ended; called before `on_insert` and `on_hit` of the same keys.
+        """A request has ended that used `keys`.
+
+        Called once a request and group, before `on_insert` and `on_hit` of the same keys.
 
         Args:
-            keys: Its chunks of one group, root first, full ones only.
-            now_s: The time, of the clock that the policy was given.
-            kind: How it ended, as far as the engine tells; 0: unknown.
+            keys: Of one group, root first, without holes; of full chunks only. Resident or not.
+            now_s: The clock's time.
+            kind: How the request ended, as far as the engine tells: bit 0 = it ended the turn,
+                bit 1 = a sub-agent's call.
+        """
+        ...
+
+
+@runtime_checkable
+class Evicting(Protocol):
+    """A policy that evicts many at once itself, and knows then what could not go."""
+
+    def evict(self, num_keys: int, is_kept: Callable[[ChunkKey], bool]) -> list[ChunkKey]:
+        """Evict up to `num_keys`, as `on_evict` of each of `victims` would, but none that is kept.
+
+        A kept key is not used by that, nor called hit afterwards. Bounded: fewer may be found than
+        there are; the next call goes on.
         """
         ...

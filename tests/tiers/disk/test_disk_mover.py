@@ -349,9 +349,10 @@ def test_it_ends_with_a_killed_engine_and_its_chunks_are_taken_over(tmp_path: Pa
 def test_it_ends_quietly_when_nobody_hears_its_answer(num_questions: int) -> None:
     """An engine that is killed between a question and its answer leaves nothing on the terminal."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    arguments = [str(theirs.fileno()), "2", str(os.getpid())]
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "undercroft.tiers.disk.mover_main", str(theirs.fileno()), "2"],
+            [sys.executable, "-m", "undercroft.tiers.disk.mover_main", *arguments],
             pass_fds=[theirs.fileno()],
             stderr=subprocess.PIPE,
         )

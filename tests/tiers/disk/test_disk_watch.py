@@ -1,5 +1,6 @@
 """Asking a disk that may hang."""
 
+import errno
 import os
 import threading
 import time
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from undercroft.tiers.disk import files as files_module
 from undercroft.tiers.disk import upkeep
 from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.watch import Watch
@@ -122,13 +124,13 @@ def watchers() -> int:
 class Counting(Files):
     """Counts reads that waited for nothing, and answers them or not."""
 
-    def __init__(self, *, is_cold: bool = False, is_foreign: bool = False) -> None:
-        self.is_cold, self.is_foreign = is_cold, is_foreign
+    def __init__(self, *, is_cold: bool = False, refusal: int = 0) -> None:
+        self.is_cold, self.refusal = is_cold, refusal
         self.num_now = 0
 
     def open(self, path: str, flags: int) -> int:
-        if self.is_foreign and flags & os.O_NOATIME:
-            raise PermissionError(1, "only the owner may", path)
+        if self.refusal and flags & os.O_NOATIME:
+            raise OSError(self.refusal, "not with O_NOATIME", path)
         return super().open(path, flags)
 
     def pread_now(self, *args: Any) -> bytes | None:
@@ -155,12 +157,13 @@ def test_an_epoch_in_the_page_cache_needs_no_other_thread(tmp_path: Path) -> Non
     other.close()
 
 
-@pytest.mark.parametrize("trouble", ["is_cold", "is_foreign"])
+@pytest.mark.parametrize("refusal", [0, errno.EPERM, errno.EINVAL, errno.EOPNOTSUPP])
 def test_an_epoch_that_is_not_at_hand_is_read_by_another_thread(
-    tmp_path: Path, trouble: str
+    tmp_path: Path, refusal: int
 ) -> None:
     """The page was dropped, or the file is another user's: the answer is right all the same."""
-    before, files, clock = watchers(), Counting(**{trouble: True}), ManualClock()
+    before, clock = watchers(), ManualClock()
+    files = Counting(is_cold=not refusal, refusal=refusal)
     tier, other = disk(tmp_path, files=files, clock=clock), disk(tmp_path)
     put(tier, 1)
     assert tier.has(key(1))
@@ -168,7 +171,7 @@ def test_an_epoch_that_is_not_at_hand_is_read_by_another_thread(
     other.raise_epoch()
     clock.t += 1.0
     assert not tier.has(key(1))
-    assert (files.num_now == 0) == (trouble == "is_foreign")
+    assert (files.num_now == 0) == bool(refusal)
     tier.close()
     other.close()
 
@@ -181,3 +184,21 @@ def test_reads_without_waiting_know_what_they_cannot(tmp_path: Path) -> None:
     assert files.pread_now(fd, 8, 1) in (b"bc", None)
     files.close(fd)
     assert files.pread_now(fd, 8, 0) is None
+
+
+def test_a_python_that_cannot_ask_for_it_reads_by_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was built for an older C library has no `RWF_NOWAIT`, and its tier works."""
+    monkeypatch.delattr(os, "RWF_NOWAIT", raising=False)
+    monkeypatch.setattr(files_module, "_NOWAIT", getattr(os, "RWF_NOWAIT", 0))
+    before, clock = watchers(), ManualClock()
+    tier, other = disk(tmp_path, clock=clock), disk(tmp_path)
+    put(tier, 1)
+    assert tier.has(key(1))
+    assert watchers() == before + 1
+    other.raise_epoch()
+    clock.t += 1.0
+    assert not tier.has(key(1))
+    tier.close()
+    other.close()

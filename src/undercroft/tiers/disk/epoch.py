@@ -19,6 +19,8 @@ __all__ = ["MAX_EPOCH", "EpochFile", "parse_epoch"]
 MAX_EPOCH = (1 << 62) - 1
 """Never reached by counting; one above it is damage, and leaves room for the next."""
 
+_NO_NOATIME = {errno.EPERM, errno.EINVAL, errno.EOPNOTSUPP}
+"""Only the owner may ask for that, and not of every file system."""
 _FIELDS = struct.Struct("<8sQQ")
 _MAGIC = b"UNDREPCH"
 _MASK = 0xFFFFFFFFFFFFFFFF
@@ -56,7 +58,9 @@ class EpochFile:
         try:
             self._fd = self._files.open(self.path, flags | os.O_NOATIME)
             self._keeps_no_atime = True
-        except PermissionError:  # only the owner may ask for that
+        except OSError as exc:
+            if exc.errno not in _NO_NOATIME:
+                raise
             self._fd = self._files.open(self.path, flags)
             self._keeps_no_atime = False
 

@@ -18,6 +18,8 @@ from undercroft.tiers.disk.buffers import padded
 
 __all__ = ["Files", "NotOurs", "translate"]
 
+_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
+"""0 in Pythons that were built for a C library older than 2.26, conda's and uv's among them."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _ADVICE = {
     errno.EROFS: "remount it writable",
@@ -120,9 +122,11 @@ class Files:
 
     def pread_now(self, fd: int, num_bytes: int, offset: int) -> bytes | None:
         """As `pread`, from the page cache; None if that would wait, fails or is not to be had."""
+        if not _NOWAIT:
+            return None
         buffer = bytearray(num_bytes)
         try:
-            num_read = os.preadv(fd, [buffer], offset, os.RWF_NOWAIT)
+            num_read = os.preadv(fd, [buffer], offset, _NOWAIT)
         except OSError:  # EAGAIN: not in memory; EOPNOTSUPP: network file systems, tmpfs
             return None
         return bytes(buffer[:num_read])

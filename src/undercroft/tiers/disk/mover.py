@@ -13,6 +13,7 @@ import os
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -97,8 +98,9 @@ class MoverProcess:
             direct: Whether their slabs bypass the page cache.
 
         Returns:
-            None if there is no process now. Else the ends, as they come; blocks for the next, and
-            raises `MoverGone` if there will be none. The buffers are left alone then.
+            None if there is no process now, or no way to it. Else the ends, as they come; blocks
+            for the next, and raises `MoverGone` if there will be none. The buffers are left alone
+            then.
 
         Raises:
             MoverGone: It has just ended; nothing was done.
@@ -116,6 +118,8 @@ class MoverProcess:
         except MoverGone:
             self._bury(child)
             raise
+        except OSError:  # no descriptors for another lane
+            return None
         return self._ends(child, lane, len(orders))
 
     def _ends(self, child: _Child, lane: _Lane, num_left: int) -> Iterator[list[End]]:
@@ -332,13 +336,24 @@ class _Child:
 
 
 def _spawn(fd: int, num_threads: int) -> subprocess.Popen[bytes]:
-    package = str(Path(undercroft.__file__).parents[1])
-    path = os.environ.get("PYTHONPATH")
-    env = {**os.environ, **_ONE_THREAD, "PYTHONPATH": f"{package}:{path}" if path else package}
+    if not sys.executable or getattr(sys, "frozen", False):
+        raise OSError("this program has no interpreter that could be started")
+    module = "undercroft.tiers.disk.mover_main"
     return subprocess.Popen(  # noqa: S603 - our own module
-        [sys.executable, "-m", "undercroft.tiers.disk.mover_main", str(fd), str(num_threads)],
+        # -P: nothing that lies in the current directory is imported.
+        [sys.executable, "-P", "-m", module, str(fd), str(num_threads), str(os.getpid())],
         stdin=subprocess.DEVNULL,
         pass_fds=[fd],
-        env=env,
+        env=_environment(),
         start_new_session=True,  # Ctrl-C is for the engine, which ends it
     )
+
+
+def _environment() -> dict[str, str]:
+    env = {**os.environ, **_ONE_THREAD}
+    package = str(Path(undercroft.__file__).parents[1])
+    # What is installed is found anyway, and after the standard library, as here.
+    if package not in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        path = os.environ.get("PYTHONPATH")
+        env["PYTHONPATH"] = f"{package}:{path}" if path else package
+    return env

@@ -1,10 +1,10 @@
 """The mover process of a disk tier: reads, verifies and writes records, and keeps nothing.
 
-Started by `undercroft.tiers.disk.mover`, with a descriptor and a number of threads as arguments. It
-maps the file that level 0 lies in, is handed the descriptors of segments, and does what the lanes
-ask. It ends when its control socket does, so with the engine, however that ends. An order under way
-then is an incomplete write, as after any crash; the segment's lock, which this process shares
-through the descriptor, keeps others out until it is gone.
+Started by `undercroft.tiers.disk.mover`. It maps the file that level 0 lies in, is handed the
+descriptors of segments, and does what the lanes ask. It ends when its control socket does, or its
+parent: so with the engine, however that ends. An order under way then is an incomplete write, as
+after any crash; the segment's lock, which this process shares through the descriptor, keeps others
+out until it is gone.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _MAX_FDS = 2
 _FILES = Files()
 _CLOCK = SystemClock()
 _GATHER_S = 0.002
+_LOOK_S = 1.0
 _KINDNESS = 5
 """Steps go first where processors are few: an engine's threads are not niced."""
 
@@ -54,19 +55,27 @@ class _Segment:
 class _Mover:
     """Threads: `control` and each lane have one, and a pool does what the lanes are asked for."""
 
-    def __init__(self, control: socket.socket, num_threads: int) -> None:
+    def __init__(self, control: socket.socket, num_threads: int, engine_pid: int) -> None:
         self._control = control
+        self._engine_pid = engine_pid
         self._segments: dict[int, _Segment] = {}
         self._memory = memoryview(b"")
         self._namespace = bytes(32)
         self._records: dict[bool, RecordIo] = {}
-        self._pool = ThreadPoolExecutor(num_threads)
+        self._pool = _started_pool(num_threads)
 
     def serve(self) -> None:
         """Until nobody is at the other end, who may go between a question and its answer."""
+        self._control.settimeout(_LOOK_S)
         with suppress(ConnectionError):
             while True:
-                message, fds, _, _ = socket.recv_fds(self._control, 256, _MAX_FDS)
+                try:
+                    message, fds, _, _ = socket.recv_fds(self._control, 256, _MAX_FDS)
+                except TimeoutError:
+                    # What the engine forked later has the other end, too, and may outlive it.
+                    if os.getppid() != self._engine_pid:
+                        return
+                    continue
                 if not message:
                     return
                 self._control.send(self._answer(message, fds))
@@ -163,6 +172,17 @@ class _Mover:
         _FILES.pwrite(segment.index_fd, FREE_ENTRY, entry_offset(order.slot))
 
 
+def _started_pool(num_threads: int) -> ThreadPoolExecutor:
+    """With all of its threads: where no more may be started, that shows before any order."""
+    pool, gate = ThreadPoolExecutor(num_threads), threading.Event()
+    try:
+        for _ in range(num_threads):
+            pool.submit(gate.wait)
+    finally:
+        gate.set()
+    return pool
+
+
 def _gathered(ends: SimpleQueue[End], num_left: int) -> list[End]:
     """The next end, and those that come soon after: who waits is woken once for several."""
     some = [ends.get()]
@@ -184,13 +204,13 @@ def _written_bytes(verb: int, order: Order) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Serve the socket of a descriptor with a number of threads: the two arguments."""
+    """Arguments: the descriptor of a socket to serve, a number of threads, the engine's process."""
     with suppress(OSError):  # the thread that started us may be bound to a processor
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     with suppress(OSError):
         os.nice(_KINDNESS)
     with socket.socket(fileno=int(argv[0])) as control:
-        _Mover(control, int(argv[1])).serve()
+        _Mover(control, int(argv[1]), int(argv[2])).serve()
     os._exit(0)  # lanes may hang in the medium, and nothing here is worth waiting for
 
 

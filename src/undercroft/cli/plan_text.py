@@ -1,0 +1,177 @@
+"""The words and tables of `undercroft plan`."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from undercroft.plan.advice import Advice, net_a_month
+from undercroft.plan.shape import Shape
+from undercroft.plan.study import Levels, Study
+from undercroft.plan.terms import Endurance, Prices
+from undercroft.settings import format_bytes
+
+__all__ = ["advice_lines", "assumptions", "disk_table", "host_table", "studied"]
+
+_HOUR_S, _DAY_S = 3600.0, 86400.0
+_Table = tuple[str, list[str], list[list[str]]]
+
+
+def studied(study: Study, shape: Shape, model: str) -> list[str]:
+    """What was replayed, for what model."""
+    trace, hours = study.trace, study.seconds / _HOUR_S
+    each = format_bytes(round(study.block_bytes / trace.block_tokens))
+    return [
+        f"{trace.name}: {trace.num_requests:,} requests in {hours:.1f} hours, "
+        f"{study.limit.num_tokens / 1e6:,.0f} million prompt tokens",
+        f"{model}: {shape.text}, {shape.dtype}: {each} a token",
+        f"all of it kept takes {format_bytes(int(study.all_bytes))}, and finds "
+        f"{_percent(study.limit.token_hit_ratio)} of the tokens",
+    ]
+
+
+def host_table(study: Study, prices: Prices) -> _Table:
+    """Host memory alone: each policy and the optimum."""
+    titles = ["HOST MEMORY", *(c.policy.upper() for c in study.policies), "OPTIMUM", "ADDS"]
+    titles += ["ENGINES SAVED", *_price_titles(prices)]
+    adds = {
+        larger: study.policies[0].ratio(larger) - study.policies[0].ratio(size)
+        for size, larger in pairwise(study.hosts)
+    }
+    rows = []
+    for size in study.hosts:
+        levels = study.levels(size, 0)
+        rows.append(
+            [
+                format_bytes(size),
+                *(_percent(curve.ratio(size)) for curve in study.policies),
+                _percent(levels.optimum_ratio),
+                f"+{100 * adds[size]:.1f}" if size in adds else "",
+                f"{levels.saved_s:.2f}",
+                *_money(levels, prices),
+            ]
+        )
+    return "Prompt tokens found in host memory alone", titles, rows
+
+
+def disk_table(
+    study: Study, host_bytes: int, endurance: Endurance | None, prices: Prices
+) -> _Table:
+    """A disk below host memory of one size."""
+    titles = ["DISK", "FROM HOST", "FROM DISK", "TOGETHER", "OPTIMUM", "ENGINES SAVED"]
+    titles += [
+        "READ A SECOND",
+        "WRITTEN A DAY",
+        *(["OF ITS RATING"] if endurance else []),
+        *_price_titles(prices),
+    ]
+    rows = []
+    for size in study.disks:
+        levels = study.levels(host_bytes, size)
+        wear = []
+        if endurance:
+            share = levels.written_bytes / endurance.bytes_a_day(size) if size else 0.0
+            wear = [_percent(share) if size else ""]
+        rows.append(
+            [
+                format_bytes(size) if size else "none",
+                *map(_percent, (levels.host_ratio, levels.disk_ratio, levels.ratio)),
+                _percent(levels.optimum_ratio),
+                f"{levels.saved_s:.2f}",
+                *(map(format_bytes, _moved(levels)) if size else ("", "")),
+                *wear,
+                *_money(levels, prices),
+            ]
+        )
+    heading = f"Prompt tokens found with {format_bytes(host_bytes)} of host memory above a disk"
+    return heading, titles, rows
+
+
+def _moved(levels: Levels) -> tuple[int, int]:
+    return int(levels.read_bytes_per_s), int(levels.written_bytes)
+
+
+def _price_titles(prices: Prices) -> list[str]:
+    if not prices.are_told:
+        return []
+    return ["COST A MONTH", *(["NET A MONTH"] if prices.are_complete else [])]
+
+
+def _money(levels: Levels, prices: Prices) -> list[str]:
+    if not prices.are_told:
+        return []
+    cost = [f"{prices.cost_a_month(levels.host_bytes, levels.disk_bytes):,.0f}"]
+    return [*cost, *([f"{net_a_month(levels, prices):,.0f}"] if prices.are_complete else [])]
+
+
+def advice_lines(advice: Advice, endurance: Endurance | None, prices: Prices) -> list[str]:
+    """What is recommended, why, and what it does."""
+    levels = advice.levels
+    disk = f" above {format_bytes(levels.disk_bytes)} of disk" if levels.disk_bytes else ", no disk"
+    lines = [f"{format_bytes(levels.host_bytes)} of host memory{disk}: {advice.why}"]
+    where = (
+        f" ({_percent(levels.host_ratio)} from host memory, {_percent(levels.disk_ratio)} from "
+        "disk)"
+        if levels.disk_bytes
+        else ""
+    )
+    lines.append(
+        f"it finds {_percent(levels.ratio)} of the prompt tokens{where}, the optimum "
+        f"{_percent(levels.optimum_ratio)}; it saves {levels.saved_s:.2f} engine seconds a second"
+    )
+    if levels.disk_bytes:
+        lines.append(_wear(advice, endurance))
+    if advice.worn_out is not None and endurance is not None:
+        lines.append(_worn_out(advice.worn_out, endurance))
+    if advice.net_a_month is not None:
+        cost = prices.cost_a_month(levels.host_bytes, levels.disk_bytes)
+        lines.append(f"it costs {cost:,.0f} a month, and saves {advice.net_a_month:,.0f} more")
+    return lines
+
+
+def _wear(advice: Advice, endurance: Endurance | None) -> str:
+    levels = advice.levels
+    line = (
+        f"the disk is written {format_bytes(int(levels.written_bytes))} a day, and read "
+        f"{format_bytes(int(levels.read_bytes_per_s))} a second on average"
+    )
+    if endurance is None or advice.wear is None:
+        return line
+    line += f"; the writes are {_percent(advice.wear)} of what {endurance.text} allows"
+    return line + (", so it finds less, as write_budget holds" if advice.wear > 1 else "")
+
+
+def _worn_out(levels: Levels, endurance: Endurance) -> str:
+    times = levels.written_bytes / endurance.bytes_a_day(levels.disk_bytes)
+    return (
+        f"{format_bytes(levels.disk_bytes)} of disk would find {_percent(levels.ratio)}, but be "
+        f"written {times:.1f} times what {endurance.text} allows: take drives of more endurance, "
+        "or an admission that stores what comes again"
+    )
+
+
+def assumptions(study: Study, prices: Prices) -> list[str]:
+    """What the numbers rest on."""
+    lines = [
+        f"an engine computes {study.prefill_tokens_per_s:,.0f} prompt tokens a second "
+        "(--prefill-tokens-per-s); what a hit itself costs is not subtracted",
+        "the cache is empty at first, a store takes no time, and nothing is dropped on the way",
+        "the disk holds what host memory holds, and more: together they find what the larger "
+        "one finds alone",
+        f"a token from disk saves {_percent(study.disk_worth)} of the time that computing it takes "
+        "(--disk-read); it counts for that much where sizes are weighed",
+        "each prompt of which something is new leaves its windows and states at its end",
+    ]
+    if study.seconds < _DAY_S:
+        lines.append(
+            f"a day is taken to be like these {study.seconds / _HOUR_S:.1f} hours; a trace that is "
+            "shorter than its users' pauses finds too little at large sizes"
+        )
+    if None in (prices.host, prices.disk):
+        lines.append("a byte of host memory costs 40 times as much as one of disk (--prices)")
+    if prices.are_told:
+        lines.append(f"what is bought is used for {prices.years:g} years, power not counted")
+    return lines
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * ratio:.1f} %"

@@ -1,0 +1,247 @@
+"""What is known of prefixes, resident or not: how often and when they were used, and how so.
+
+One row a prefix, in packed columns; a key is known by a fingerprint, the key itself is not kept.
+Rows lie in sets of eight, as in a processor's cache: the fingerprint says which set, and the
+longest unused row of a set makes way for a new one. So there is no index beside the rows, nothing
+to rehash, and the bound holds by itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+from undercroft.keys import ChunkKey
+from undercroft.policies.reuse_curves import ReuseCurves
+
+__all__ = ["NUM_CLASSES", "KnownPrefixes", "Seen"]
+
+_WAYS = 8
+_KNOWN_PER_CHUNK_BELOW = 2
+_KNOWN_PER_CHUNK, _MIN_KNOWN, _MAX_KNOWN = 64, 1 << 12, 1 << 22
+_TICKS = 16  # a second
+_MAX_SIGHTS = 127
+_NEAR_END, _TRACKED = 1, 2
+_CLS_SHIFT, _SIGHTS_SHIFT = 2, 9
+_NUM_NEAR_END = 3
+_GAPS_S = (5.0, 30.0, 300.0)
+_NUM_GAPS, _NUM_KINDS, _NUM_SIGHTS = 4, 4, 4
+NUM_CLASSES = 2 * _NUM_GAPS * _NUM_KINDS * _NUM_SIGHTS
+"""Whether the request continued another; how long what it continued had waited; how it ended; and
+how often the prefix has been seen: once, twice, up to 5 times, more often."""
+_SIGHTS_CLASS = np.zeros(_MAX_SIGHTS + 1, dtype=np.uint16)
+for _least, _class in ((2, 1), (3, 2), (6, 3)):
+    _SIGHTS_CLASS[_least:] = _class
+_MAX_OPEN = 1 << 14
+_LEARN_EVERY = 256
+_MAX_RECENT = 64
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a request came to.
+
+    Args:
+        serial: Counts requests.
+        now_s: When it ended, by the table's own time.
+        rows: One a key, root first.
+        starts: Where along the path a new class begins; the first is 0.
+        classes: Of each of those stretches.
+    """
+
+    serial: int
+    now_s: float
+    keys: Sequence[ChunkKey]
+    rows: NDArray[np.int64]
+    starts: list[int]
+    classes: list[int]
+
+
+class KnownPrefixes:
+    """The table, shared by the policies of all levels, and the curves learned with it.
+
+    Args:
+        max_prefixes: How many prefixes are known at most, about.
+        seed: Of the choice which waits are watched.
+
+    Attributes:
+        is_stopped: The clock has not moved for hundreds of requests: ages mean nothing.
+
+    Threads: one. Memory: 14 bytes a row, committed as rows come into use.
+    """
+
+    def __init__(self, max_prefixes: int, seed: int = 0) -> None:
+        num_sets = 1
+        while num_sets * _WAYS < max_prefixes:
+            num_sets *= 2
+        self.num_rows = num_sets * _WAYS
+        self._shift = np.uint64(64 - (num_sets.bit_length() - 1)) if num_sets > 1 else None
+        self._prints = np.zeros(self.num_rows, dtype=np.uint64)
+        self._sets = self._prints.reshape(num_sets, _WAYS)
+        self._used = np.zeros(self.num_rows, dtype=np.int32)
+        self._state = np.zeros(self.num_rows, dtype=np.uint16)
+        self._prints_view, self._used_view = self._prints.data, self._used.data
+        self._state_view = self._state.data
+        self._random = Random(seed)  # noqa: S311 - repeatable on purpose
+        self.curves = ReuseCurves(NUM_CLASSES)
+        self._open_rows = np.zeros(_MAX_OPEN, dtype=np.int32)
+        self._open_since = np.zeros(_MAX_OPEN, dtype=np.int32)
+        self._num_opened = 0
+        self._recent: dict[ChunkKey, tuple[float, int, Seen | None]] = {}
+        self._last_s: float | None = None
+        self._elapsed_s = 0.0
+        self._learned_at = -1
+        self.is_stopped = False
+        self.serial = 0
+        self.in_use: list[Callable[[NDArray[np.int64]], NDArray[np.bool_]]] = []
+
+    @classmethod
+    def for_chunks(cls, num_chunks: int, num_below: int = 0) -> KnownPrefixes:
+        """As many prefixes as pay for a level of `num_chunks`, and lower ones of `num_below`."""
+        wanted = max(_KNOWN_PER_CHUNK * num_chunks, _KNOWN_PER_CHUNK_BELOW * num_below)
+        return cls(min(max(wanted, _MIN_KNOWN), _MAX_KNOWN))
+
+    # --- looking up ---------------------------------------------------------------------------
+
+    def find(self, key: ChunkKey) -> int:
+        """The row of `key`, or -1. Cost: 1 us."""
+        print_ = xxh3_64_intdigest(key) or 1
+        first = (print_ >> int(self._shift)) * _WAYS if self._shift is not None else 0
+        view = self._prints_view
+        for row in range(first, first + _WAYS):
+            if view[row] == print_:
+                return row
+        return -1
+
+    def see(self, keys: Sequence[ChunkKey], now_s: float, kind: int) -> Seen:
+        """A request used `keys`, root first. Told twice of the same one, it is seen once."""
+        number = len(keys)
+        told_at_s, told, seen = self._recent.get(keys[-1], (now_s, 0, None))
+        if seen is not None and told == number and told_at_s == now_s:
+            return seen
+        if len(set(keys)) < number:
+            keys = list(dict.fromkeys(keys))
+        # A clock that is set back, or stands, makes no age negative.
+        if self._last_s is not None:
+            self._elapsed_s += max(0.0, now_s - self._last_s)
+        self._last_s = now_s
+        seen = self._see(keys, kind & (_NUM_KINDS - 1))
+        if len(self._recent) >= _MAX_RECENT:
+            self._recent.clear()
+        self._recent[keys[-1]] = now_s, number, seen
+        return seen
+
+    def _see(self, keys: Sequence[ChunkKey], kind: int) -> Seen:
+        now_s = self._elapsed_s
+        now = min(_INT32_MAX - 1, int(now_s * _TICKS) + 1)
+        self.serial += 1
+        num = len(keys)
+        prints = np.fromiter(map(xxh3_64_intdigest, keys), np.uint64, num)
+        rows, num_known = self._rows(prints, now)
+        if len(rows) < num:
+            keys, num = keys[: len(rows)], len(rows)
+            if not num:
+                return Seen(self.serial, now_s, keys, rows, [], [])
+        state = self._state[rows]
+        used = self._used[rows]
+        continuing, gap = 0, 0
+        if num_known:
+            continuing = int(state[num_known - 1]) & _NEAR_END
+            gap = bisect_right(_GAPS_S, (now - int(used[num_known - 1])) / _TICKS)
+        for i in np.flatnonzero(state & _TRACKED).tolist():
+            age_s = (now - int(used[i])) / _TICKS
+            self.curves.finish(int(state[i]) >> _CLS_SHIFT & (NUM_CLASSES - 1), age_s)
+        sights = np.minimum(state >> _SIGHTS_SHIFT, _MAX_SIGHTS - 1) + 1
+        by_sights = _SIGHTS_CLASS[sights]
+        first_class = ((continuing * _NUM_GAPS + gap) * _NUM_KINDS + kind) * _NUM_SIGHTS
+        starts = [0, *(np.flatnonzero(by_sights[1:] != by_sights[:-1]) + 1).tolist()]
+        classes = [first_class + int(by_sights[start]) for start in starts]
+        state = (sights << _SIGHTS_SHIFT) | ((by_sights + first_class) << _CLS_SHIFT)
+        state[-_NUM_NEAR_END:] |= _NEAR_END
+        voted: set[int] = set()
+        for i, start in enumerate(starts):
+            if classes[i] in voted:
+                continue
+            voted.add(classes[i])
+            stop = starts[i + 1] if i + 1 < len(starts) else num
+            at = start + int(self._random.random() * (stop - start))
+            state[at] |= _TRACKED
+            slot = self._num_opened % _MAX_OPEN
+            self._open_rows[slot] = rows[at]
+            self._open_since[slot] = now
+            self._num_opened += 1
+        self._state[rows] = state
+        self._used[rows] = now
+        if self.serial % _LEARN_EVERY == 0:
+            self._learn(now)
+        return Seen(self.serial, now_s, keys, rows, starts, classes)
+
+    def _rows(self, prints: NDArray[np.uint64], now: int) -> tuple[NDArray[np.int64], int]:
+        """A row for each, and the number up to the deepest that was known.
+
+        Shorter where all rows of a set are in use.
+        """
+        np.maximum(prints, 1, out=prints)
+        if self._shift is None:
+            sets = np.zeros(len(prints), dtype=np.int64)
+        else:
+            sets = (prints >> self._shift).astype(np.int64)
+        match = self._sets.take(sets, axis=0) == prints[:, None]
+        rows = sets * _WAYS + match.argmax(axis=1)
+        absent = np.flatnonzero(self._prints[rows] != prints)
+        if not len(absent):
+            return rows, len(prints)
+        num_known = int(absent[0])
+        if len(absent) < len(prints) - num_known:
+            known = np.ones(len(prints), dtype=bool)
+            known[absent] = False
+            num_known = int(np.flatnonzero(known)[-1]) + 1
+        mine = set(rows.tolist())  # and some of others, of whom no harm is done either
+        for i, print_, first in zip(
+            absent.tolist(), prints[absent].tolist(), (sets[absent] * _WAYS).tolist(), strict=True
+        ):
+            row = self._new_row(first, print_, now, mine)
+            if row < 0:
+                return rows[:i], min(i, num_known)
+            rows[i] = row
+        return rows, num_known
+
+    def _new_row(self, first: int, print_: int, now: int, mine: set[int]) -> int:
+        """The longest unused row of a set that nobody needs, nor is in `mine`; else -1."""
+        ways = self._used_view[first : first + _WAYS].tolist()
+        way = ways.index(min(ways))
+        if ways[way]:
+            used = np.array(ways)
+            candidates = np.arange(first, first + _WAYS)
+            for in_use in self.in_use:
+                used[in_use(candidates)] = _INT32_MAX
+            for row in mine.intersection(range(first, first + _WAYS)):
+                used[row - first] = _INT32_MAX
+            way = int(used.argmin())
+            if used[way] == _INT32_MAX:
+                return -1
+        mine.add(first + way)
+        row = first + way
+        self._prints_view[row] = print_
+        self._state_view[row] = 0
+        self._used_view[row] = now
+        return row
+
+    # --- learning -----------------------------------------------------------------------------
+
+    def _learn(self, now: int) -> None:
+        num = min(self._num_opened, _MAX_OPEN)
+        rows, since = self._open_rows[:num], self._open_since[:num]
+        state = self._state[rows]
+        is_open = np.flatnonzero((state & _TRACKED != 0) & (self._used[rows] == since))
+        cls = (state[is_open] >> _CLS_SHIFT & (NUM_CLASSES - 1)).astype(np.int64)
+        self.curves.learn(cls, (now - since[is_open]) / _TICKS, now / _TICKS)
+        self.is_stopped = now == self._learned_at
+        self._learned_at = now
