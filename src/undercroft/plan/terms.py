@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from undercroft.errors import ConfigError
 from undercroft.settings import parse_size
 
-__all__ = ["Endurance", "Prices", "parse_endurance", "parse_prices", "parse_sizes"]
+__all__ = ["DAYS_A_YEAR", "Endurance", "Prices", "parse_endurance", "parse_prices", "parse_sizes"]
 
 DAYS_A_YEAR = 365.0
 _HOURS_A_MONTH = DAYS_A_YEAR * 24 / 12
