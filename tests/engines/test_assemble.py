@@ -5,13 +5,15 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from undercroft.admission.write_budget import WriteBudget
 from undercroft.clock import Clock, SystemClock
 from undercroft.engines import assemble as assembling
-from undercroft.engines.assemble import Geometry, assemble
+from undercroft.engines.assemble import Geometry, assemble, check_plugins
 from undercroft.errors import ConfigError
 from undercroft.hierarchy.hierarchy import Hierarchy
 from undercroft.keys import Namespace
@@ -215,3 +217,56 @@ def test_a_tier_that_fails_to_open_with_anything_is_left_out(
     monkeypatch.setattr(stuck, "error", ConfigError("never works"))
     with pytest.raises(ConfigError, match="never works"):
         assembled(*tiers)
+
+
+# --- admissions ---
+
+
+def test_an_admission_gets_what_it_names(tmp_path: Path) -> None:
+    """The tier's budget, the clock, and how many replicas share it; nobody shares host memory."""
+    rule = {"type": "write_budget", "budget": "1GiB", "max_tracked": 64}
+    hierarchy = assembled(
+        {"type": "disk", "path": str(tmp_path), "capacity": "64MiB", "write_budget": "32MiB"}
+        | {"admission": "write_budget"},
+        {"type": "memory", "capacity": "1MiB", "admission": rule},
+        admission=rule,
+    )
+    try:
+        of_disk, of_memory = (level._admission for level in hierarchy.levels)
+        of_host = hierarchy.pool._admission
+        assert isinstance(of_disk, WriteBudget)
+        assert isinstance(of_memory, WriteBudget)
+        assert isinstance(of_host, WriteBudget)
+        assert of_disk._day_bytes()[1] == 16 << 20, "half each for two replicas"
+        assert of_memory._day_bytes() == of_host._day_bytes() == (1 << 30, 1 << 30)
+    finally:
+        hierarchy.close()
+
+
+@pytest.mark.parametrize(
+    ("tier", "message"),
+    [
+        ({"type": "memory", "admission": "write_budget"}, "nothing to spend"),
+        ({"write_budget": "32MiB", "admission": {"budget": 1}}, "leave `budget` out"),
+        ({"admission": {"budget": "32MiB"}}, "write it as the tier's write_budget"),
+        ({"write_budget": "32MiB", "admission": {"bugdet": 1}}, "takes budget, max_tracked"),
+        ({"admission": {"type": "second_sight", "sights": 2}}, "it takes max_tracked"),
+    ],
+)
+def test_budgets_that_do_not_go_together_are_refused(
+    tier: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """One line that says where the budget belongs."""
+    if isinstance(tier["admission"], dict):
+        tier = tier | {"admission": {"type": "write_budget"} | tier["admission"]}
+    if tier.get("type") != "memory":
+        tier = {"type": "disk", "path": str(tmp_path)} | tier
+    with pytest.raises(ConfigError, match=message):
+        assembled({"capacity": "64MiB"} | tier)
+
+
+def test_a_missing_budget_is_found_before_anything_is_opened() -> None:
+    """`check_plugins` says it, as it says that a plug-in is not installed."""
+    settings = load({"host": "1GiB", "admission": "write_budget"})
+    with pytest.raises(ConfigError, match="nothing to spend"):
+        check_plugins(settings)

@@ -146,12 +146,12 @@ def test_the_oldest_offers_go_first(worlds: list[World]) -> None:
     worlds.append(world)
     store(world, keys_of("a", 16))
     store(world, keys_of("b", 16))
-    waiting = [key for key, _ in world.hierarchy.cascade._waiting["below"]]
+    waiting = [key for key, *_ in world.hierarchy.cascade._waiting["below"]]
     assert 18 <= len(waiting) <= 20, "a mover may have taken one since, and another be queued"
     assert set(keys_of("b", 16)) <= set(waiting)
     assert world.counters.declined_chunks["below", "queue_full"] > 0
     store(world, keys_of("c", 64))
-    waiting = [key for key, _ in world.hierarchy.cascade._waiting["below"]]
+    waiting = [key for key, *_ in world.hierarchy.cascade._waiting["below"]]
     assert 18 <= len(waiting) <= 20
     assert set(waiting) <= set(keys_of("c", 64))
     assert keys_of("c", 1)[0] in waiting, "without its root, a prefix is of no use"

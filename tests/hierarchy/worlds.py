@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from undercroft.admission.always import Always
+from undercroft.admission.base import Admission
 from undercroft.clock import Clock, SystemClock
 from undercroft.hierarchy.counters import Counters
 from undercroft.hierarchy.events import LevelEvents
@@ -150,6 +151,8 @@ def make_world(
     write_deadline_s: float = 10.0,
     write_rate_bytes: int | None = None,
     ready_bytes: int | None = None,
+    admission: Admission | None = None,
+    host_admission: Admission | None = None,
     take_failed_stores: Callable[[], frozenset[int] | None] = frozenset,
 ) -> World:
     # By the system's clock a busy machine must make nothing late; tests of that move the time.
@@ -174,7 +177,7 @@ def make_world(
             slot_bytes=slot_bytes,
             class_of=class_of,
             make_policy=make_policy,
-            admission=Always(),
+            admission=admission or Always(),
             clock=clock,
             counters=counters,
             events=log,
@@ -184,7 +187,13 @@ def make_world(
         for tier in tiers
     ]
     hierarchy = Hierarchy(
-        lambda on_evict: Pool(slots, make_policy=make_policy, class_of=class_of, on_evict=on_evict),
+        lambda on_evict: Pool(
+            slots,
+            make_policy=make_policy,
+            class_of=class_of,
+            on_evict=on_evict,
+            admission=host_admission,
+        ),
         levels,
         buffer=memoryview(mmap.mmap(-1, total)),
         clock=clock,

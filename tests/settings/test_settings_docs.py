@@ -14,6 +14,8 @@ import pytest
 
 from undercroft import config
 from undercroft.admission.frequency import Frequency
+from undercroft.admission.second_sight import SecondSight
+from undercroft.admission.write_budget import WriteBudget
 from undercroft.settings import load
 from undercroft.settings.schema import ENGINE_KEYS, KEYS, TIER_KEYS, TIER_OPTIONS
 from undercroft.settings.stock import FS_TYPES, STOCK_KEYS, STOCK_TIER_KEYS
@@ -59,8 +61,13 @@ def test_every_setting_is_documented() -> None:
 def test_options_of_admission_are_documented() -> None:
     """Each with its default, as the class has it."""
     text = (PAGES / "settings.md").read_text(encoding="utf-8")
-    for name, option in signature(Frequency).parameters.items():
-        assert f"`{name}` (`{option.default}`)" in text
+    for rule in (Frequency, SecondSight, WriteBudget):
+        rows = [r for r in text.splitlines() if r.startswith(f"| `{rule.name}` | ")]
+        (row,) = [r for r in rows if "max_tracked" in r]
+        for name, option in signature(rule).parameters.items():
+            if option.kind is not option.KEYWORD_ONLY:  # those are not the user's
+                default = "" if option.default is None else f" (`{option.default}`)"
+                assert f"`{name}`{default}" in row
 
 
 def test_every_field_is_documented() -> None:

@@ -130,14 +130,14 @@ def check_plugins(settings: Settings) -> None:
     """
     _installed("policies", settings.policy, "policy of host memory")
     _installed("admission", settings.admission, "admission of host memory")
-    _admission(settings.admission, settings.admission_options, "host memory")
+    _admission(settings, "host memory", SystemClock(), 1)
     for tier in settings.tiers:
         _installed("tiers", tier.type, f"type of tier {tier.name}")
         if tier.faults is not None:
             _installed("tiers", FAULTY, f"type round tier {tier.name}")
         _installed("policies", tier.policy, f"policy of tier {tier.name}")
         _installed("admission", tier.admission, f"admission of tier {tier.name}")
-        _admission(tier.admission, tier.admission_options, f"tier {tier.name}")
+        _admission(tier, f"tier {tier.name}", SystemClock(), 1)
 
 
 def _installed(kind: str, name: str, where: str) -> None:
@@ -257,7 +257,7 @@ def _hierarchy(
     clock, counters, events, policies = shared
     class_of = geometry.class_of()
     slots = Slots(len(buffer), geometry.slot_bytes)
-    admission = _admission(settings.admission, settings.admission_options, "host memory")
+    admission = _admission(settings, "host memory", clock, 1)
     max_slots = sum(slots.capacity(c) for c in range(len(geometry.slot_bytes)))
     return Hierarchy(
         lambda on_evict: Pool(
@@ -309,8 +309,16 @@ def _history(
     return None
 
 
-def _admission(name: str, options: Mapping[str, Any], where: str) -> Admission:
-    made: Admission = _made(find("admission", name), f"admission {name} of {where}", options)
+def _admission(
+    level: Settings | TierSettings, where: str, clock: Clock, num_replicas: int
+) -> Admission:
+    """The admission of a level; `num_replicas` share what it may write."""
+    offered: dict[str, object] = {"clock": clock, "num_replicas": num_replicas}
+    if isinstance(level, TierSettings):
+        offered["level_budget_bytes"] = level.options.get("write_budget")
+    what = f"admission {level.admission} of {where}"
+    make = find("admission", level.admission)
+    made: Admission = _made(make, what, level.admission_options, offered)
     return made
 
 
@@ -360,9 +368,7 @@ def _level(
         slot_bytes=geometry.slot_bytes,
         class_of=geometry.class_of(),
         make_policy=policies.of(tier_settings.policy, f"tier {tier_settings.name}"),
-        admission=_admission(
-            tier_settings.admission, tier_settings.admission_options, f"tier {tier_settings.name}"
-        ),
+        admission=_admission(tier_settings, f"tier {tier_settings.name}", clock, num_replicas),
         clock=clock,
         counters=counters,
         events=events if tier_settings.events else LevelEvents(enabled=False),

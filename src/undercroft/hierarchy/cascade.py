@@ -41,7 +41,7 @@ class Cascade:
         self._levels = levels
         self._view_of = view_of
         self._max_waiting = max_waiting
-        self._waiting: dict[str, deque[tuple[ChunkKey, int]]] = {
+        self._waiting: dict[str, deque[tuple[ChunkKey, int, bool]]] = {
             level.name: deque() for level in levels
         }
         self._by_ticket: dict[tuple[str, int], tuple[int, int]] = {}
@@ -73,12 +73,17 @@ class Cascade:
         slot = self._pool.find(key)
         return slot >= 0 and level.is_busy(self._pool.slots.size(slot)) and not level.has(key)
 
-    def add(self, keys: Sequence[ChunkKey]) -> None:
-        """Offer READY `keys`, in prefix order, to every lower level."""
+    def add(self, keys: Sequence[ChunkKey], *, begins: bool = True) -> None:
+        """Offer READY `keys`, in prefix order, to every lower level.
+
+        Args:
+            keys: Of one request.
+            begins: They are the first that it offers.
+        """
         most = self._max_waiting
         for level in self._levels:
             waiting = self._waiting[level.name]
-            waiting.extend((key, 0) for key in keys[:most])
+            waiting.extend((key, 0, begins and key is keys[0]) for key in keys[:most])
             refused = list(keys[most:])
             # The oldest are those that host memory is least likely to have any more.
             while len(waiting) > most:
@@ -92,10 +97,12 @@ class Cascade:
             level.begin_step()
             waiting = self._waiting[level.name]
             for _ in range(min(len(waiting), _MAX_OFFERS_PER_STEP)):
-                key, attempt = waiting[0]
+                key, attempt, begins = waiting[0]
                 if self._is_held_up(level, key):
                     break
                 waiting.popleft()
+                if begins:
+                    level.begin_offers()
                 self._offer(level, key, attempt)
 
     def _offer(self, level: Level, key: ChunkKey, attempt: int) -> None:
@@ -105,7 +112,7 @@ class Cascade:
             return
         if slots.states[slot] < SlotState.READY:
             return  # voided and stored anew: its store offers it again
-        ticket = level.offer(key, self._view_of(slot))
+        ticket = level.offer(key, self._view_of(slot), again=attempt > 0)
         if ticket is not None:
             slots.pin(slot)
             self._by_ticket[level.name, ticket] = (slot, attempt)
@@ -119,7 +126,7 @@ class Cascade:
         again = isinstance(done.outcome.error, TierFull) and attempt == 0
         if again:
             # Something was deleted since, or will be: the level makes room when it books this.
-            self._waiting[level.name].append((done.outcome.key, 1))
+            self._waiting[level.name].append((done.outcome.key, 1, False))
         if done.buffer_free:
             self._pool.unpin(slot)
         else:

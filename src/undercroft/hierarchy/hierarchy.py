@@ -284,7 +284,7 @@ class Hierarchy:
         self.fresh.add(request, ready, slots, self._step)
         self.events.add_all(LEVEL_0, ready, removed=False)
         if self.levels:
-            self.cascade.add(ready)
+            self.cascade.add(ready, begins=not request.offered_below)
             if any(level.is_choosy for level in self.levels):
                 request.offered_below.update(ready)
         self._touch_if_over(request)

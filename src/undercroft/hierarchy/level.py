@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
 from undercroft.admission.always import Always
-from undercroft.admission.base import Admission
+from undercroft.admission.base import Admission, Budgeting, Observing
 from undercroft.clock import Clock
 from undercroft.errors import ConfigError, CorruptChunk, KvError, TierClosed, TierFull
 from undercroft.hierarchy.alarm import Alarm
@@ -50,6 +50,13 @@ def _evicted(policy: EvictionPolicy, num_keys: int) -> list[ChunkKey]:
     return victims
 
 
+def _opened(admission: Admission, spending: Spending) -> Observing | None:
+    """`admission` if it wants to be told of uses; shown the purse, if it wants to see it."""
+    if isinstance(admission, Budgeting):
+        admission.open(spending)
+    return admission if isinstance(admission, Observing) else None
+
+
 class _ClosedIndex:
     """The index of a tier that is closed, and must not be asked any more."""
 
@@ -70,7 +77,7 @@ class Level:
         slot_bytes: Bytes of a chunk of each size class, as the tier sees them.
         class_of: The size class of a key.
         make_policy: Called once per size class with the number of chunks it could have.
-        admission: Asked once per chunk offered.
+        admission: Asked once per chunk offered, told once per request of each that is in.
         write_deadline_s: How long a queued write may take.
         write_rate_bytes: What may be written a second; None: no bound.
 
@@ -119,6 +126,7 @@ class Level:
         self._spending = Spending(
             asked, rate_bytes=write_rate_bytes, largest_bytes=max(slot_bytes), clock=clock
         )
+        self._observing = _opened(admission, self._spending)
         self._alarm = Alarm(tier.name, clock)
         self._was_up = True
         self._policies = [make_policy(self._capacity_chunks(n)) for n in self._slot_bytes]
@@ -200,8 +208,19 @@ class Level:
         is_full = queued > 0 and queued + num_bytes > bound
         return (is_full or self._spending.is_too_early(num_bytes)) and self.usable
 
-    def offer(self, key: ChunkKey, data: memoryview) -> int | None:
-        """Start writing `key`; returns the ticket, or None if it is not written (counted)."""
+    def begin_offers(self) -> None:
+        """What is offered from now on is of another request."""
+        if self._observing is not None:
+            self._observing.on_begin()
+
+    def offer(self, key: ChunkKey, data: memoryview, *, again: bool = False) -> int | None:
+        """Start writing `key`; returns the ticket, or None if it is not written (counted).
+
+        Args:
+            key: Which.
+            data: Its bytes.
+            again: It was let in, and there was no room: the admission is not asked twice.
+        """
         size_class = self._class_of(key)
         if not self.usable:
             self._decline("unavailable", key)
@@ -210,7 +229,7 @@ class Level:
             if self._writing[key][1] != self._generation:
                 self._decline("before_reset", key)
             return None
-        if self._indexed.has(key) or not self._may_come(key, len(data)):
+        if self._indexed.has(key) or not self._may_come(key, len(data), again=again):
             return None
         self.make_room(size_class, 1)
         deadline_s = self._clock.now_s() + self._write_deadline_s
@@ -225,9 +244,9 @@ class Level:
             self._free[size_class] -= 1
         return ticket
 
-    def _may_come(self, key: ChunkKey, num_bytes: int) -> bool:
+    def _may_come(self, key: ChunkKey, num_bytes: int, *, again: bool) -> bool:
         """What the level's admission and the day's budget say; a refusal is counted."""
-        if not self._admission.admit(key, num_bytes):
+        if not again and not self._admission.admit(key, num_bytes):
             self._decline("not_admitted", key)
             return False
         if self._spending.is_too_much(num_bytes):
@@ -284,14 +303,19 @@ class Level:
         if isinstance(policy, Learning):
             policy.on_request(keys, now_s)
 
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """`keys`, a prefix from the root on, were used."""
-        if self.learns:
+    def touch(self, keys: Sequence[ChunkKey], offered: Container[ChunkKey] = ()) -> None:
+        """`keys`, a prefix from the root on, were used; `offered` are those that came for it."""
+        observing = self._observing
+        if self.learns and observing is None:
             return  # `learn` has said so
         for key in reversed(keys):
             policy = self._policies[self._class_of(key)]
-            if key in policy:
+            if key not in policy:
+                continue
+            if not self.learns:
                 policy.on_hit(key)
+            if observing is not None and key not in offered:
+                observing.on_use(key)
 
     def settle(self, done: Done, *, again: bool = False) -> None:
         """Book the end of a write or delete, or the failure of a read.

@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from undercroft.admission.base import Admission
+from undercroft.admission.base import Admission, Observing
 from undercroft.hierarchy.slots import Slots, SlotState
 from undercroft.key_table import SHARD_SHIFT, KeyTable
 from undercroft.keys import ChunkKey
@@ -89,11 +89,16 @@ class Pool:
         admission = self._admission
         if admission is None:
             return absent
-        slot_bytes = self.slots.slot_bytes
-        allowed = {
-            key: admission.admit(key, slot_bytes[self.class_of(key)])
-            for key in dict.fromkeys(offered)
-        }
+        slot_bytes, shards = self.slots.slot_bytes, self.table.shards
+        observing = admission if isinstance(admission, Observing) else None
+        if observing is not None:
+            observing.on_begin()
+        allowed = {}
+        for key in dict.fromkeys(offered):
+            if observing is not None and key in shards[hash(key) >> SHARD_SHIFT]:
+                observing.on_use(key)
+            else:
+                allowed[key] = admission.admit(key, slot_bytes[self.class_of(key)])
         return [key for key in absent if allowed[key]]
 
     def available(self, size_class: int) -> int:

@@ -49,6 +49,18 @@ class Spending:
                 tier=tier.name,
             )
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether the tier can keep a budget; see `admission.base.Purse`."""
+        return self._budgeted is not None
+
+    def day_bytes(self) -> tuple[int, int] | None:
+        """What is left of the day's budget, and the budget; None if there is none."""
+        allowance = self._budgeted.allowance() if self._has_budget and self._budgeted else None
+        if allowance is None:
+            return None
+        return allowance.day_left_bytes - self._under_way_bytes, allowance.budget_bytes
+
     def cost_bytes(self, num_bytes: int) -> int:
         """What a chunk of `num_bytes` costs."""
         return self._budgeted.write_cost_bytes(num_bytes) if self._budgeted else num_bytes

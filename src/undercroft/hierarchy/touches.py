@@ -49,7 +49,7 @@ class Touches:
             if not chain:
                 self._chains.popleft()
             for level in self._levels:
-                level.touch(part)
+                level.touch(part, once)
             # What a lower level refused or lost while it was full or away gets another chance.
             # A level that counts offers gets one a request.
             self._cascade.add([k for k in part if k not in once and level_with(k) is None])
