@@ -234,7 +234,7 @@ def _drive(args: argparse.Namespace) -> Drive:
 def _name(args: argparse.Namespace) -> str:
     """Of the model, for people."""
     if args.model is None:
-        return f"{args.bytes_per_token} a token"
+        return f"a model of {args.bytes_per_token} a token"
     path = Path(args.model)
     if not path.exists():
         return str(args.model)
@@ -245,7 +245,7 @@ def _name(args: argparse.Namespace) -> str:
 def _shape(args: argparse.Namespace) -> Shape:
     if args.bytes_per_token is not None:
         token_bytes = parse_size(args.bytes_per_token, "--bytes-per-token")
-        return Shape((Layers(Kind.ATTENTION, 1, token_bytes),), "as given")
+        return Shape((Layers(Kind.ATTENTION, 1, token_bytes),), "")
     return shape_of(
         read_config(args.model, os.environ),
         dtype=args.dtype,

@@ -26,7 +26,7 @@ def studied(study: Study, shape: Shape, model: str) -> list[str]:
     return [
         f"{trace.name}: {trace.num_requests:,} requests in {hours:.1f} hours, "
         f"{study.limit.num_tokens / 1e6:,.0f} million prompt tokens",
-        f"{model}: {shape.text}, {shape.dtype}: {each} a token",
+        f"{model}: {shape.text}, {shape.dtype}: {each} a token" if shape.dtype else model,
         f"all of it kept takes {format_bytes(int(study.all_bytes))}, and finds "
         f"{_percent(study.limit.token_hit_ratio)} of the tokens",
     ]

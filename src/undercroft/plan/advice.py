@@ -11,7 +11,7 @@ from undercroft.plan.study import Levels, Study
 from undercroft.plan.terms import BUDGET_SHARE, Drive, Prices
 from undercroft.settings import format_bytes
 
-__all__ = ["ENOUGH_RATIO", "Advice", "advise", "knee", "serve_words"]
+__all__ = ["ENOUGH_RATIO", "Advice", "advise", "knee", "net_a_month", "serve_words"]
 
 ENOUGH_RATIO = 0.02
 """A doubling that adds less than this to the share of tokens found is not worth much."""

@@ -19,16 +19,16 @@ __all__ = ["FORMATS", "Told", "check_installed", "draw"]
 
 FORMATS = ("png", "svg")
 
-INK, MUTED, FAINT, PAPER = "#1f2933", "#6b7785", "#e4e7eb", "#ffffff"
-HOST, DISK, BEST, REST = "#2f6f8f", "#d98e32", "#0b9e78", "#b8c0cc"
+_INK, _MUTED, _FAINT, _PAPER = "#1f2933", "#6b7785", "#e4e7eb", "#ffffff"
+_HOST, _DISK, _BEST, _REST = "#2f6f8f", "#d98e32", "#0b9e78", "#b8c0cc"
 _MOST_LEVEL_TICKS = 9
 _OTHERS = ("#8a6fb0", "#b5566f", "#5b8a3a", "#7a7a7a")
 _STYLE: Mapping[str, Any] = {
     "font.size": 10,
-    "text.color": INK,
+    "text.color": _INK,
     "axes.edgecolor": "#cbd2d9",
-    "axes.labelcolor": MUTED,
-    "axes.titlecolor": INK,
+    "axes.labelcolor": _MUTED,
+    "axes.titlecolor": _INK,
     "axes.titlelocation": "left",
     "axes.titlesize": 13,
     "axes.titleweight": "bold",
@@ -36,12 +36,12 @@ _STYLE: Mapping[str, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "grid.color": FAINT,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "grid.color": _FAINT,
     "grid.linewidth": 0.8,
-    "figure.facecolor": PAPER,
-    "savefig.facecolor": PAPER,
+    "figure.facecolor": _PAPER,
+    "savefig.facecolor": _PAPER,
     "svg.fonttype": "path",
     "svg.hashsalt": "undercroft",
 }
@@ -121,7 +121,7 @@ def draw(told: Told, folder: Path) -> dict[str, list[Path]]:
 def _subtitle(axes: Any, text: str) -> None:  # noqa: ANN401 - matplotlib's
     axes.annotate(
         text, (0, 1), xytext=(0, 8), xycoords="axes fraction", textcoords="offset points",
-        color=MUTED, fontsize=9.5, va="bottom",
+        color=_MUTED, fontsize=9.5, va="bottom",
     )  # fmt: skip
 
 
@@ -144,17 +144,17 @@ def _hits(axes: Any, told: Told) -> None:  # noqa: ANN401 - as above
     at = [log2(size) for size in sizes]
     ours = [100 * chosen.ratio(size) for size in sizes]
     best = [100 * max(study.optimum.ratio(size), chosen.ratio(size)) for size in sizes]
-    axes.axhline(limit, color=REST, linewidth=1.2, linestyle=(0, (5, 3)))
+    axes.axhline(limit, color=_REST, linewidth=1.2, linestyle=(0, (5, 3)))
     axes.annotate(
         f"all of it kept, {format_bytes(int(study.all_bytes))}: {limit:.0f} %",
-        (at[0], limit), xytext=(0, 5), textcoords="offset points", color=MUTED, fontsize=9,
+        (at[0], limit), xytext=(0, 5), textcoords="offset points", color=_MUTED, fontsize=9,
     )  # fmt: skip
-    axes.fill_between(at, ours, best, color=BEST, alpha=0.10, linewidth=0)
-    axes.plot(at, best, color=BEST, linewidth=1.6, label="optimum, which knows the future")
+    axes.fill_between(at, ours, best, color=_BEST, alpha=0.10, linewidth=0)
+    axes.plot(at, best, color=_BEST, linewidth=1.6, label="optimum, which knows the future")
     for colour, curve in zip(_OTHERS, study.policies[1:], strict=False):
         ratios = [100 * curve.ratio(size) for size in sizes]
         axes.plot(at, ratios, color=colour, linewidth=1.4, label=curve.policy)
-    axes.plot(at, ours, color=HOST, linewidth=2.6, marker="o", markersize=4.5, label=chosen.policy)
+    axes.plot(at, ours, color=_HOST, linewidth=2.6, marker="o", markersize=4.5, label=chosen.policy)
     axes.set_ylim(0, max(limit * 1.12, 5))
     _mark_advice(axes, told)
     _sizes_below(axes, sizes)
@@ -168,9 +168,9 @@ def _hits(axes: Any, told: Told) -> None:  # noqa: ANN401 - as above
 def _mark_advice(axes: Any, told: Told) -> None:  # noqa: ANN401 - as above
     """A line for each level, its words at the foot: host memory's to the left, the disk's right."""
     levels, chosen = told.advice.levels, told.study.policies[0]
-    marks = [("host memory", HOST, levels.host_bytes)]
+    marks = [("host memory", _HOST, levels.host_bytes)]
     if levels.disk_bytes > levels.host_bytes:
-        marks.append(("disk", DISK, levels.disk_bytes))
+        marks.append(("disk", _DISK, levels.disk_bytes))
     for name, colour, size in marks:
         place, ratio = log2(size), 100 * chosen.ratio(size)
         axes.plot([place, place], [0, ratio], color=colour, linewidth=1.4, alpha=0.8)
@@ -215,7 +215,7 @@ def _grid(
         for x, levels in enumerate(row):
             is_dark = (value(levels) - lowest) / spread > 0.62  # noqa: PLR2004 - by eye
             head, _, rest = text(levels).partition("\n")
-            colour, up = PAPER if is_dark else INK, 0.13 if rest else 0.0
+            colour, up = _PAPER if is_dark else _INK, 0.13 if rest else 0.0
             axes.text(
                 x, y + up, head, ha="center", va="center", color=colour, fontsize=11,
                 fontweight="bold",
@@ -237,7 +237,7 @@ def _grid(
 def _frame(x: int, y: int) -> Any:  # noqa: ANN401 - as above
     from matplotlib.patches import Rectangle  # noqa: PLC0415 - optional, and slow
 
-    return Rectangle((x - 0.48, y - 0.47), 0.96, 0.94, fill=False, edgecolor=DISK, linewidth=3)
+    return Rectangle((x - 0.48, y - 0.47), 0.96, 0.94, fill=False, edgecolor=_DISK, linewidth=3)
 
 
 def _levels(axes: Any, told: Told) -> None:  # noqa: ANN401 - as above
@@ -279,19 +279,19 @@ def _writes(axes: Any, told: Told) -> None:  # noqa: ANN401 - as above
     endurance = told.drive.endurance
     rated = [endurance.bytes_a_day(size) / 1e12 for size in disks] if endurance else []
     colours = [
-        "#b5463c" if rated and amount > rated[n] else DISK for n, amount in enumerate(written)
+        "#b5463c" if rated and amount > rated[n] else _DISK for n, amount in enumerate(written)
     ]
     axes.bar(places, written, width=0.56, color=colours)
     for place, amount in zip(places, written, strict=True):
         text = f"{amount:,.2f} TB" if amount < 10 else f"{amount:,.0f} TB"  # noqa: PLR2004 - digits
         axes.text(
-            place, 0.015 * max(written), text, ha="center", va="bottom", fontsize=11, color=PAPER,
+            place, 0.015 * max(written), text, ha="center", va="bottom", fontsize=11, color=_PAPER,
             fontweight="bold",
         )  # fmt: skip
     shown = max(written)
     for place, most in zip(places, rated, strict=False):
         if most <= 1.6 * shown:
-            axes.plot([place - 0.38, place + 0.38], [most, most], color=INK, linewidth=2)
+            axes.plot([place - 0.38, place + 0.38], [most, most], color=_INK, linewidth=2)
             shown = max(shown, most)
     axes.set_ylim(0, 1.1 * shown)
     names = [format_bytes(size) for size in disks]
