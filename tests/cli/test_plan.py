@@ -40,7 +40,7 @@ def test_json_has_every_number(trace, model, tmp_path):
     out = tmp_path / "out"
     found = undercroft_json(
         *("plan", "--trace", trace, "--model", model, *SIZES, "--policy", "lru,arc"),
-        *("--endurance", "1DWPD", "--out", str(out)),
+        *("--endurance", "1DWPD", "--check", "--out", str(out)),
     )
     assert found["model"] == {
         "name": model,
@@ -55,7 +55,10 @@ def test_json_has_every_number(trace, model, tmp_path):
         hits = hit_curve(sessions(30, 8), policy, [size // (16 * TOKEN_BYTES) for size in sizes])
         assert [row["hit_tokens"] for row in rows] == [each.hit_tokens for each in hits]
     assert len(found["levels"]) == 3 * 6
-    assert found["advice"]["command"][:3] == ["undercroft", "serve", model]
+    assert found["command"][:3] == ["undercroft", "serve", model]
+    advice, checked = found["advice"], found["checked"]
+    ratio = advice["host_ratio"] + advice["disk_ratio"]
+    assert checked["token_hit_ratio"] == pytest.approx(ratio, abs=0.03)
     files = [Path(name) for name in found["files"]]
     assert {file.name for file in files} >= {"plan.html", "hits.png", "levels.svg", "writes.png"}
     assert all(file.stat().st_size > 1000 for file in files)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from tests.plan.traces import BLOCK, sessions, study_of
+from tests.plan.traces import BLOCK, drive, sessions, study_of
 
 from undercroft.cli.flags import asked_for
 from undercroft.cli.main import build_parser
 from undercroft.plan.advice import Advice, advise, knee, net_a_month, serve_words
 from undercroft.plan.study import Levels
-from undercroft.plan.terms import Prices, parse_endurance
+from undercroft.plan.terms import Prices
 
 GIB, TIB = 1 << 30, 1 << 40
 TRACE = sessions(40, 10)
@@ -37,7 +39,7 @@ def test_what_brings_more_than_it_costs_is_taken() -> None:
     """With all prices the best net; checked against every setting."""
     study = study_of(TRACE, HOSTS, DISKS)
     prices = Prices(host=1e-3, disk=1e-5, engine=1e-4, years=5.0)
-    advice = advise(study, None, prices)
+    advice = advise(study, drive(), prices)
     nets = [
         net_a_month(study.levels(host, disk), prices)
         for host in HOSTS
@@ -47,14 +49,14 @@ def test_what_brings_more_than_it_costs_is_taken() -> None:
     assert advice.net_a_month == max(nets)
     assert "costs" in advice.why
     dear = Prices(host=1e6, disk=1e6, engine=1e-9, years=5.0)
-    assert advise(study, None, dear).levels.disk_bytes == 0
-    assert advise(study, None, dear).levels.host_bytes == 32 * BLOCK  # holds the longest prompt
+    assert advise(study, drive(), dear).levels.disk_bytes == 0
+    assert advise(study, drive(), dear).levels.host_bytes == 32 * BLOCK  # holds the longest prompt
 
 
 def test_without_prices_it_is_the_knee() -> None:
     """No setting that costs up to twice as much brings two points more."""
     study = study_of(TRACE, HOSTS, DISKS)
-    best = advise(study, None, Prices()).levels
+    best = advise(study, drive(), Prices()).levels
 
     def cost(levels: Levels) -> float:
         return 40 * levels.host_bytes + levels.disk_bytes
@@ -74,25 +76,36 @@ def test_without_prices_it_is_the_knee() -> None:
 def test_a_disk_that_would_not_last_is_not_advised() -> None:
     """The advice keeps to the rating, and says what a drive of more endurance would find."""
     study = study_of(TRACE, HOSTS, DISKS)
-    free = advise(study, None, Prices())
+    free = advise(study, drive(), Prices())
     assert free.levels.disk_bytes > 0
-    assert (free.wear, free.budget_bytes, free.worn_out) == (None, None, None)
-    tender = parse_endurance("0.01DWPD", 5.0, None)
-    held = advise(study, tender, Prices())
+    assert (free.wear, free.budget_bytes, free.better, free.complaint) == (None, None, None, "")
+    held = advise(study, drive("0.01DWPD"), Prices())
     assert held.levels.disk_bytes == 0
-    assert held.worn_out is not None
-    assert held.worn_out.ratio > held.levels.ratio + 0.02
-    sturdy = parse_endurance("100000DWPD", 5.0, None)
-    lasting = advise(study, sturdy, Prices())
+    assert held.better is not None
+    assert held.better.ratio > held.levels.ratio + 0.02
+    assert re.fullmatch(r"be written [\d.]+ times what 0.01DWPD allows", held.complaint)
+    lasting = advise(study, drive("100000DWPD"), Prices())
     assert lasting.levels == free.levels
     assert lasting.wear is not None
     assert 0 < lasting.wear < 0.9
     assert lasting.budget_bytes == int(0.9 * 100000 * lasting.levels.disk_bytes)
     # Only disks were asked about, and none lasts: the best of them, and by how much it does not.
-    only = advise(study_of(TRACE, HOSTS, DISKS[1:]), tender, Prices())
+    only = advise(study_of(TRACE, HOSTS, DISKS[1:]), drive("0.01DWPD"), Prices())
     assert only.levels.disk_bytes > 0
     assert only.wear is not None
     assert only.wear > 1
+
+
+def test_a_disk_that_is_too_slow_to_take_it_is_not_advised() -> None:
+    """What it cannot write is not there: half of what it takes at most, as traffic is not even."""
+    study = study_of(TRACE, HOSTS, DISKS)
+    free = advise(study, drive(), Prices())
+    per_s = free.levels.written_bytes / 86400
+    enough = advise(study, drive(write_bytes_per_s=2.01 * per_s), Prices())
+    assert enough.levels == free.levels
+    slow = advise(study, drive(write_bytes_per_s=0.5 * per_s), Prices())
+    assert slow.levels.disk_bytes == 0
+    assert "a second on average" in slow.complaint
 
 
 def advised(host: int, disk: int, budget: int | None = None) -> Advice:

@@ -7,14 +7,14 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from tests.plan.traces import BLOCK, sessions, study_of
+from tests.plan.traces import BLOCK, drive, sessions, study_of
 
 from undercroft.errors import ConfigError
 from undercroft.plan import pictures as module
 from undercroft.plan.advice import advise
 from undercroft.plan.page import Page, write_page
 from undercroft.plan.pictures import Told, check_installed, draw
-from undercroft.plan.terms import Prices, parse_endurance
+from undercroft.plan.terms import Prices
 
 HOSTS = [8 * BLOCK, 32 * BLOCK, 128 * BLOCK]
 PRICES = Prices(host=1e-3, disk=1e-5, engine=1e-4)
@@ -22,8 +22,8 @@ PRICES = Prices(host=1e-3, disk=1e-5, engine=1e-4)
 
 def told(disks: list[int], prices: Prices = PRICES, endurance: str | None = "1DWPD") -> Told:
     study = study_of(sessions(40, 10), HOSTS, disks, policies=("lru", "arc"))
-    rated = parse_endurance(endurance, 5.0, None) if endurance else None
-    return Told(study, advise(study, rated, prices), rated, prices, "tiny & <co>")
+    disk = drive(endurance)
+    return Told(study, advise(study, disk, prices), disk, prices, "tiny & <co>")
 
 
 def texts(svg: Path) -> str:

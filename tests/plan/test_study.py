@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.plan.traces import BLOCK, BLOCK_TOKENS, SHAPE, TOKEN_BYTES, sessions, study_of
+from tests.plan.traces import BLOCK, BLOCK_TOKENS, SHAPE, TOKEN_BYTES, drive, sessions, study_of
 
 from undercroft.errors import ConfigError
 from undercroft.plan.shape import Kind, Layers, Shape
-from undercroft.plan.study import block_bytes, replay
+from undercroft.plan.study import block_bytes, check, replay
 from undercroft.sim import hit_curve
 from undercroft.traces import TraceBuilder
 
@@ -106,3 +106,35 @@ def test_a_size_below_a_block_is_refused() -> None:
     """It would be no cache at all."""
     with pytest.raises(ConfigError, match="less than one block"):
         replay(TRACE, "lru", [BLOCK - 1, 8 * BLOCK], block_bytes(TRACE, SHAPE), lambda: None)
+
+
+@pytest.mark.parametrize(("policy", "points"), [("lru", 0.01), ("hazard", 0.04)])
+def test_the_whole_hierarchy_finds_what_is_foreseen(policy: str, points: float) -> None:
+    """Pool, cascade, promotion and two policies: as much found and written, within so much.
+
+    That the larger level alone decides what both find is what the planner rests on. A policy that
+    learns sees other requests on each level than it would alone.
+    """
+    trace = sessions(60, 12)
+    hosts, disks = [40 * BLOCK, 160 * BLOCK], [0, 320 * BLOCK, 4096 * BLOCK]
+    study = study_of(trace, hosts, disks, policies=(policy,))
+    for host in hosts:
+        for disk in disks:
+            levels = study.levels(host, disk)
+            report = check(study, levels, drive())
+            found = [each.hit_tokens / report.num_tokens for each in report.levels]
+            assert found[0] == pytest.approx(levels.host_ratio, abs=points)
+            assert sum(found) == pytest.approx(levels.ratio, abs=points)
+            if disk:
+                written = report.levels[1].num_written * BLOCK / study.seconds * 86400
+                assert written == pytest.approx(levels.written_bytes, rel=0.03)
+
+
+def test_the_whole_hierarchy_knows_a_slow_disk() -> None:
+    """The control: what a disk cannot take is not found, and the check says so."""
+    trace = sessions(60, 12)
+    study = study_of(trace, [40 * BLOCK], [0, 4096 * BLOCK])
+    levels = study.levels(40 * BLOCK, 4096 * BLOCK)
+    slow = check(study, levels, drive(write_bytes_per_s=0.02 * levels.written_bytes / 86400))
+    assert slow.hit_tokens / slow.num_tokens < levels.ratio - 0.1
+    assert slow.levels[1].num_declined > 0

@@ -7,6 +7,7 @@ from typing import Any
 
 from undercroft.plan.shape import Kind, Layers, Shape
 from undercroft.plan.study import Study, block_bytes, replay
+from undercroft.plan.terms import Drive, parse_endurance
 from undercroft.sim import hit_curve
 from undercroft.traces import Trace, TraceBuilder
 
@@ -28,6 +29,11 @@ def sessions(num_sessions: int = 12, num_turns: int = 8, seed: int = 1) -> Trace
         own = [f"{session}-{n}" for n in range(lengths[session] - 2)]
         builder.add(["system", "tools", *own], time_ms=number * 10_000)
     return builder.build()
+
+
+def drive(endurance: str | None = None, write_bytes_per_s: float = 1e12) -> Drive:
+    rated = parse_endurance(endurance, 5.0, None) if endurance else None
+    return Drive(1e12, write_bytes_per_s, rated)
 
 
 def study_of(

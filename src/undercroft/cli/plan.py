@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from undercroft.cli.output import Column, Exit, Output, Subparsers, add_command, output_for
 from undercroft.cli.plan_text import (
+    Table,
     advice_lines,
     assumptions,
+    checked,
     disk_table,
     host_table,
     studied,
@@ -24,11 +25,11 @@ from undercroft.plan.advice import Advice, advise, net_a_month, serve_words
 from undercroft.plan.page import Page, write_page
 from undercroft.plan.pictures import Told, check_installed, draw
 from undercroft.plan.shape import Kind, Layers, Shape, read_config, shape_of
-from undercroft.plan.study import Study, block_bytes, replay
-from undercroft.plan.terms import Endurance, Prices, parse_endurance, parse_prices, parse_sizes
+from undercroft.plan.study import Study, block_bytes, check, replay
+from undercroft.plan.terms import Drive, Prices, parse_endurance, parse_prices, parse_sizes
 from undercroft.settings import parse_size
 from undercroft.settings.schema import KEYS
-from undercroft.sim import check_policy, hit_curve
+from undercroft.sim import Report, check_policy, hit_curve
 from undercroft.traces import Trace, load
 
 __all__ = ["add_parser", "run"]
@@ -55,10 +56,9 @@ class _Asked:
     policies: tuple[str, ...]
     hosts: list[int]
     disks: list[int]
-    endurance: Endurance | None
+    drive: Drive
     prices: Prices
     prefill_tokens_per_s: float
-    disk_bytes_per_s: int
 
 
 def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
@@ -96,6 +96,11 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     _add_terms(parser)
     parser.add_argument(
         "--path", default="/nvme/kv", help="the disk's folder, for the command (%(default)s)"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="replay what is recommended through the whole hierarchy, too; takes minutes",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="write pictures (PNG, SVG) and an HTML page there"
@@ -139,6 +144,12 @@ def _add_terms(parser: argparse.ArgumentParser) -> None:
         help="what the disk reads in a second, as `undercroft doctor` measures it (%(default)s)",
     )
     parser.add_argument(
+        "--disk-write",
+        default="2GB",
+        metavar="SIZE",
+        help="what it writes in a second (%(default)s)",
+    )
+    parser.add_argument(
         "--endurance",
         metavar="RATING",
         help="what the drive is rated for: drive writes a day (1DWPD) or terabytes written "
@@ -168,20 +179,25 @@ def run(args: argparse.Namespace) -> int:
     if trace.num_requests < 2 or trace.times_ms[-1] == trace.times_ms[0]:  # noqa: PLR2004 - a time between two
         raise ConfigError(f"{args.trace} spans no time, so nothing can be said of a day")
     study = _study(output, trace, asked)
-    advice = advise(study, asked.endurance, asked.prices)
+    advice = advise(study, asked.drive, asked.prices)
+    report = check(study, advice.levels, asked.drive) if args.check else None
     words = serve_words(advice, asked.model, study.policies[0].policy, args.path)
-    _show(output, study, asked, advice, shlex.join(words))
-    files = _draw(args.out, study, asked, advice, shlex.join(words)) if args.out else []
+    lines = advice_lines(advice, asked.drive, asked.prices)
+    lines += [checked(report, study)] if report else []
+    _show(output, study, asked, advice, (lines, shlex.join(words)))
+    files = _draw(args.out, study, asked, advice, (lines, shlex.join(words))) if args.out else []
     for file in files:
         say(output, f"written: {file}")
-    output.data(_as_data(args.trace, study, asked, advice, words, files))
+    output.data(
+        _as_data(args.trace, study, asked, advice)
+        | {"command": words, "files": files, "checked": _checked_data(report)}
+    )
     return Exit.FINE
 
 
 def _asked(args: argparse.Namespace) -> _Asked:
     if args.prefill_tokens_per_s <= 0 or args.years <= 0:
         raise ConfigError("--prefill-tokens-per-s and --years must be above 0")
-    drive = None if args.drive is None else parse_size(args.drive, "--drive")
     if (args.bytes_per_token is None) == (args.model is None):
         raise ConfigError("say whose KV cache it is, by --model or by --bytes-per-token")
     names = args.policy.split(",") if args.policy else [KEYS["policy"].default, "lru"]
@@ -198,30 +214,38 @@ def _asked(args: argparse.Namespace) -> _Asked:
         policies=policies,
         hosts=hosts,
         disks=parse_sizes(args.disk, "--disk"),
-        endurance=(
-            None if args.endurance is None else parse_endurance(args.endurance, args.years, drive)
-        ),
+        drive=_drive(args),
         prices=Prices() if args.prices is None else parse_prices(args.prices, args.years),
         prefill_tokens_per_s=args.prefill_tokens_per_s,
-        disk_bytes_per_s=parse_size(args.disk_read, "--disk-read"),
+    )
+
+
+def _drive(args: argparse.Namespace) -> Drive:
+    drive_bytes = None if args.drive is None else parse_size(args.drive, "--drive")
+    return Drive(
+        parse_size(args.disk_read, "--disk-read"),
+        parse_size(args.disk_write, "--disk-write"),
+        None
+        if args.endurance is None
+        else parse_endurance(args.endurance, args.years, drive_bytes),
     )
 
 
 def _name(args: argparse.Namespace) -> str:
     """Of the model, for people."""
     if args.model is None:
-        return f"{args.bytes_per_token} a token"
+        return f"a model of {args.bytes_per_token} a token"
     path = Path(args.model)
-    is_there = path.exists()
-    return (
-        (path.parent.name if path.name == "config.json" else path.stem) if is_there else args.model
-    )
+    if not path.exists():
+        return str(args.model)
+    path = path.resolve()
+    return path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
 
 
 def _shape(args: argparse.Namespace) -> Shape:
     if args.bytes_per_token is not None:
         token_bytes = parse_size(args.bytes_per_token, "--bytes-per-token")
-        return Shape((Layers(Kind.ATTENTION, 1, token_bytes),), "as given")
+        return Shape((Layers(Kind.ATTENTION, 1, token_bytes),), "")
     return shape_of(
         read_config(args.model, os.environ),
         dtype=args.dtype,
@@ -259,11 +283,15 @@ def _study(output: Output, trace: Trace, asked: _Asked) -> Study:
         hosts=tuple(asked.hosts),
         disks=tuple(asked.disks),
         prefill_tokens_per_s=asked.prefill_tokens_per_s,
-        disk_bytes_per_s=asked.disk_bytes_per_s,
+        disk_bytes_per_s=asked.drive.read_bytes_per_s,
     )
 
 
-def _show(output: Output, study: Study, asked: _Asked, advice: Advice, command: str) -> None:
+_Words = tuple[list[str], str]
+"""The lines of the advice, and the command."""
+
+
+def _show(output: Output, study: Study, asked: _Asked, advice: Advice, said: _Words) -> None:
     for line in studied(study, asked.shape, asked.name):
         say(output, line)
     for heading, titles, rows in _tables(study, asked, advice):
@@ -272,37 +300,34 @@ def _show(output: Output, study: Study, asked: _Asked, advice: Advice, command: 
         output.table([Column(title, "right") for title in titles], rows)
     say(output)
     say(output, output.paint("Recommended", "bold"))
-    for line in advice_lines(advice, asked.endurance, asked.prices):
+    for line in said[0]:
         say(output, f"  {line}")
-    say(output, f"  {output.paint(command, 'green')}")
+    say(output, f"  {output.paint(said[1], 'green')}")
     say(output)
     say(output, output.paint("What was assumed", "bold"))
     for line in assumptions(study, asked.prices):
         say(output, f"  {line}")
 
 
-_Table = tuple[str, list[str], list[list[str]]]
-
-
-def _tables(study: Study, asked: _Asked, advice: Advice) -> list[_Table]:
+def _tables(study: Study, asked: _Asked, advice: Advice) -> list[Table]:
     tables = [host_table(study, asked.prices)]
     if any(study.disks):
         host = advice.levels.host_bytes
-        tables.append(disk_table(study, host, asked.endurance, asked.prices))
+        tables.append(disk_table(study, host, asked.drive, asked.prices))
     return tables
 
 
-def _draw(folder: Path, study: Study, asked: _Asked, advice: Advice, command: str) -> list[Path]:
+def _draw(folder: Path, study: Study, asked: _Asked, advice: Advice, said: _Words) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
-    told = Told(study, advice, asked.endurance, asked.prices, asked.name)
+    told = Told(study, advice, asked.drive, asked.prices, asked.name)
     pictures = draw(told, folder)
     file = folder / "plan.html"
     first, *rest = studied(study, asked.shape, asked.name)
     page = Page(
         title=f"What a cache would bring: {study.trace.name}",
         under=f"{first}; {'; '.join(rest)}",
-        advice=advice_lines(advice, asked.endurance, asked.prices),
-        command=command,
+        advice=said[0],
+        command=said[1],
         pictures={name: files[1] for name, files in pictures.items()},
         tables=_tables(study, asked, advice),
         notes=assumptions(study, asked.prices),
@@ -311,14 +336,7 @@ def _draw(folder: Path, study: Study, asked: _Asked, advice: Advice, command: st
     return [file, *(drawn for files in pictures.values() for drawn in files)]
 
 
-def _as_data(
-    path: str,
-    study: Study,
-    asked: _Asked,
-    advice: Advice,
-    words: Sequence[str],
-    files: Sequence[Path],
-) -> dict[str, Any]:
+def _as_data(path: str, study: Study, asked: _Asked, advice: Advice) -> dict[str, Any]:
     trace = study.trace
     return {
         "trace": {
@@ -356,12 +374,17 @@ def _as_data(
             "why": advice.why,
             "wear_ratio": advice.wear,
             "write_budget_bytes": advice.budget_bytes,
-            "worn_out": asdict(advice.worn_out) if advice.worn_out else None,
+            "better": asdict(advice.better) if advice.better else None,
+            "complaint": advice.complaint,
             "net_a_month": advice.net_a_month,
-            "command": list(words),
         },
-        "files": list(files),
     }
+
+
+def _checked_data(report: Report | None) -> dict[str, Any] | None:
+    if report is None:
+        return None
+    return asdict(report) | {"token_hit_ratio": report.hit_tokens / report.num_tokens}
 
 
 def _level_data(study: Study, prices: Prices, host: int, disk: int) -> dict[str, Any]:

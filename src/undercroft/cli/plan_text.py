@@ -7,29 +7,32 @@ from itertools import pairwise
 from undercroft.plan.advice import Advice, net_a_month
 from undercroft.plan.shape import Shape
 from undercroft.plan.study import Levels, Study
-from undercroft.plan.terms import Endurance, Prices
+from undercroft.plan.terms import Drive, Prices
 from undercroft.settings import format_bytes
+from undercroft.sim import Report
 
-__all__ = ["advice_lines", "assumptions", "disk_table", "host_table", "studied"]
+__all__ = ["Table", "advice_lines", "assumptions", "checked", "disk_table", "host_table", "studied"]
 
 _HOUR_S, _DAY_S = 3600.0, 86400.0
-_Table = tuple[str, list[str], list[list[str]]]
+Table = tuple[str, list[str], list[list[str]]]
+"""Heading, titles of columns, rows."""
 
 
 def studied(study: Study, shape: Shape, model: str) -> list[str]:
     """What was replayed, for what model."""
-    trace, hours = study.trace, study.seconds / _HOUR_S
+    trace = study.trace
+    hours = float(trace.times_ms[-1] - trace.times_ms[0]) / 1e3 / _HOUR_S
     each = format_bytes(round(study.block_bytes / trace.block_tokens))
     return [
         f"{trace.name}: {trace.num_requests:,} requests in {hours:.1f} hours, "
         f"{study.limit.num_tokens / 1e6:,.0f} million prompt tokens",
-        f"{model}: {shape.text}, {shape.dtype}: {each} a token",
+        f"{model}: {shape.text}, {shape.dtype}: {each} a token" if shape.dtype else model,
         f"all of it kept takes {format_bytes(int(study.all_bytes))}, and finds "
         f"{_percent(study.limit.token_hit_ratio)} of the tokens",
     ]
 
 
-def host_table(study: Study, prices: Prices) -> _Table:
+def host_table(study: Study, prices: Prices) -> Table:
     """Host memory alone: each policy and the optimum."""
     titles = ["HOST MEMORY", *(c.policy.upper() for c in study.policies), "OPTIMUM", "ADDS"]
     titles += ["ENGINES SAVED", *_price_titles(prices)]
@@ -53,24 +56,15 @@ def host_table(study: Study, prices: Prices) -> _Table:
     return "Prompt tokens found in host memory alone", titles, rows
 
 
-def disk_table(
-    study: Study, host_bytes: int, endurance: Endurance | None, prices: Prices
-) -> _Table:
+def disk_table(study: Study, host_bytes: int, drive: Drive, prices: Prices) -> Table:
     """A disk below host memory of one size."""
     titles = ["DISK", "FROM HOST", "FROM DISK", "TOGETHER", "OPTIMUM", "ENGINES SAVED"]
-    titles += [
-        "READ A SECOND",
-        "WRITTEN A DAY",
-        *(["OF ITS RATING"] if endurance else []),
-        *_price_titles(prices),
-    ]
+    titles += ["READ A SECOND", "WRITTEN A DAY", *(["OF ITS RATING"] if drive.endurance else [])]
+    titles += _price_titles(prices)
     rows = []
     for size in study.disks:
         levels = study.levels(host_bytes, size)
-        wear = []
-        if endurance:
-            share = levels.written_bytes / endurance.bytes_a_day(size) if size else 0.0
-            wear = [_percent(share) if size else ""]
+        wear = drive.wear(size, levels.written_bytes)
         rows.append(
             [
                 format_bytes(size) if size else "none",
@@ -78,7 +72,7 @@ def disk_table(
                 _percent(levels.optimum_ratio),
                 f"{levels.saved_s:.2f}",
                 *(map(format_bytes, _moved(levels)) if size else ("", "")),
-                *wear,
+                *([_percent(wear) if wear is not None else ""] if drive.endurance else []),
                 *_money(levels, prices),
             ]
         )
@@ -103,7 +97,7 @@ def _money(levels: Levels, prices: Prices) -> list[str]:
     return [*cost, *([f"{net_a_month(levels, prices):,.0f}"] if prices.are_complete else [])]
 
 
-def advice_lines(advice: Advice, endurance: Endurance | None, prices: Prices) -> list[str]:
+def advice_lines(advice: Advice, drive: Drive, prices: Prices) -> list[str]:
     """What is recommended, why, and what it does."""
     levels = advice.levels
     disk = f" above {format_bytes(levels.disk_bytes)} of disk" if levels.disk_bytes else ", no disk"
@@ -119,34 +113,48 @@ def advice_lines(advice: Advice, endurance: Endurance | None, prices: Prices) ->
         f"{_percent(levels.optimum_ratio)}; it saves {levels.saved_s:.2f} engine seconds a second"
     )
     if levels.disk_bytes:
-        lines.append(_wear(advice, endurance))
-    if advice.worn_out is not None and endurance is not None:
-        lines.append(_worn_out(advice.worn_out, endurance))
+        lines.append(_moves(advice, drive))
+    if advice.better is not None and advice.complaint:
+        lines.append(_better(advice.better, advice.complaint))
     if advice.net_a_month is not None:
         cost = prices.cost_a_month(levels.host_bytes, levels.disk_bytes)
         lines.append(f"it costs {cost:,.0f} a month, and saves {advice.net_a_month:,.0f} more")
     return lines
 
 
-def _wear(advice: Advice, endurance: Endurance | None) -> str:
+def _moves(advice: Advice, drive: Drive) -> str:
     levels = advice.levels
     line = (
         f"the disk is written {format_bytes(int(levels.written_bytes))} a day, and read "
         f"{format_bytes(int(levels.read_bytes_per_s))} a second on average"
     )
-    if endurance is None or advice.wear is None:
-        return line
-    line += f"; the writes are {_percent(advice.wear)} of what {endurance.text} allows"
-    return line + (", so it finds less, as write_budget holds" if advice.wear > 1 else "")
+    complaint = drive.complaint(levels.disk_bytes, levels.written_bytes)
+    if complaint:
+        return f"{line}; it would {complaint}, so that it finds less than that"
+    if drive.endurance is not None and advice.wear is not None:
+        line += f"; the writes are {_percent(advice.wear)} of what {drive.endurance.text} allows"
+    return line
 
 
-def _worn_out(levels: Levels, endurance: Endurance) -> str:
-    times = levels.written_bytes / endurance.bytes_a_day(levels.disk_bytes)
+def _better(levels: Levels, complaint: str) -> str:
     return (
-        f"{format_bytes(levels.disk_bytes)} of disk would find {_percent(levels.ratio)}, but be "
-        f"written {times:.1f} times what {endurance.text} allows: take drives of more endurance, "
-        "or an admission that stores what comes again"
+        f"{format_bytes(levels.disk_bytes)} of disk would find {_percent(levels.ratio)}, but "
+        f"{complaint}: take better drives or more of them, or an admission that stores what comes "
+        "again"
     )
+
+
+def checked(report: Report, study: Study) -> str:
+    """What the whole hierarchy found at the recommended sizes."""
+    found = [level.hit_tokens / report.num_tokens for level in report.levels]
+    line = f"checked with the whole hierarchy: {_percent(sum(found))} found"
+    if len(found) == 1:
+        return line
+    written = report.levels[1].num_written * study.block_bytes / study.seconds * _DAY_S
+    declined = report.levels[1].num_declined
+    line += f", {_percent(found[0])} in host memory and {_percent(found[1])} on disk, which is "
+    line += f"written {format_bytes(int(written))} a day"
+    return line + (f"; {declined:,} times it was too slow to take a chunk" if declined else "")
 
 
 def assumptions(study: Study, prices: Prices) -> list[str]:
@@ -161,11 +169,12 @@ def assumptions(study: Study, prices: Prices) -> list[str]:
         "(--disk-read); it counts for that much where sizes are weighed",
         "each prompt of which something is new leaves its windows and states at its end",
     ]
+    lines.append(
+        f"the trace lasts {study.seconds / _HOUR_S:.1f} hours at the pace of the middle nine "
+        "tenths of its requests"
+    )
     if study.seconds < _DAY_S:
-        lines.append(
-            f"a day is taken to be like these {study.seconds / _HOUR_S:.1f} hours; a trace that is "
-            "shorter than its users' pauses finds too little at large sizes"
-        )
+        lines.append("a day is taken to be like that; users who pause for longer are not seen")
     if None in (prices.host, prices.disk):
         lines.append("a byte of host memory costs 40 times as much as one of disk (--prices)")
     if prices.are_told:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import log2
 
 from undercroft.plan.study import Levels, Study
-from undercroft.plan.terms import Endurance, Prices
+from undercroft.plan.terms import BUDGET_SHARE, Drive, Prices
 from undercroft.settings import format_bytes
 
 __all__ = ["ENOUGH_RATIO", "Advice", "advise", "knee", "net_a_month", "serve_words"]
@@ -18,9 +18,6 @@ ENOUGH_RATIO = 0.02
 
 _USUAL = Prices(host=40.0, disk=1.0)
 """Of host memory and flash, one beside the other, where no prices are given."""
-
-_BUDGET_SHARE = 0.9
-"""Of what a drive is rated for: it writes more than it is told to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +30,8 @@ class Advice:
         wear: What it writes, over what the drive is rated for; None if that is not known.
         budget_bytes: What may be written a day by that rating.
         net_a_month: What it saves beyond what it costs; None without all prices.
-        worn_out: A larger disk would find more, and be written more than it is rated for.
+        better: What would be recommended of any disk.
+        complaint: Why that would not do, in words that follow "would".
     """
 
     levels: Levels
@@ -41,7 +39,8 @@ class Advice:
     wear: float | None = None
     budget_bytes: int | None = None
     net_a_month: float | None = None
-    worn_out: Levels | None = None
+    better: Levels | None = None
+    complaint: str = ""
 
 
 def knee(points: Sequence[tuple[float, float]], enough: float = ENOUGH_RATIO) -> int:
@@ -58,27 +57,30 @@ def knee(points: Sequence[tuple[float, float]], enough: float = ENOUGH_RATIO) ->
     return found
 
 
-def advise(study: Study, endurance: Endurance | None, prices: Prices) -> Advice:
+def advise(study: Study, drive: Drive, prices: Prices) -> Advice:
     """The setting to take, of those in the study.
 
     Only host memory that holds the longest prompt, through which a disk is read, and only disks
-    that last: as long as there are such.
+    that last and are quick enough: as long as there are such.
     """
     hosts = [size for size in study.hosts if size >= study.longest_bytes] or [study.hosts[-1]]
-    lasting = [size for size in study.disks if _lasts(study, size, endurance)]
-    best, why = _best(study, hosts, lasting or list(study.disks), prices)
-    wanted, _ = _best(study, hosts, list(study.disks), prices)
+    # What is written to a disk does not depend on the host memory above it.
+    written = {size: study.levels(hosts[0], size).written_bytes for size in study.disks}
+    fit = [size for size in study.disks if not (size and drive.complaint(size, written[size]))]
+    best, why = _best(study, hosts, fit or list(study.disks), prices)
+    better, _ = _best(study, hosts, list(study.disks), prices)
+    is_better = better.ratio - best.ratio >= ENOUGH_RATIO
+    budget = None
+    if drive.endurance is not None and best.disk_bytes:
+        budget = int(BUDGET_SHARE * drive.endurance.bytes_a_day(best.disk_bytes))
     return Advice(
         best,
         why,
-        wear=_wear(best, endurance),
-        budget_bytes=(
-            int(_BUDGET_SHARE * endurance.bytes_a_day(best.disk_bytes))
-            if endurance and best.disk_bytes
-            else None
-        ),
+        wear=drive.wear(best.disk_bytes, best.written_bytes),
+        budget_bytes=budget,
         net_a_month=net_a_month(best, prices) if prices.are_complete else None,
-        worn_out=wanted if wanted.ratio - best.ratio >= ENOUGH_RATIO else None,
+        better=better if is_better else None,
+        complaint=drive.complaint(better.disk_bytes, better.written_bytes) if is_better else "",
     )
 
 
@@ -102,18 +104,6 @@ def _best(
 
 def _cost(levels: Levels, prices: Prices) -> float:
     return prices.cost_a_month(levels.host_bytes, levels.disk_bytes)
-
-
-def _wear(levels: Levels, endurance: Endurance | None) -> float | None:
-    if endurance is None or not levels.disk_bytes:
-        return None
-    return levels.written_bytes / endurance.bytes_a_day(levels.disk_bytes)
-
-
-def _lasts(study: Study, disk_bytes: int, endurance: Endurance | None) -> bool:
-    """What is written to a disk does not depend on the host memory above it."""
-    wear = _wear(study.levels(study.hosts[0], disk_bytes), endurance)
-    return wear is None or wear <= _BUDGET_SHARE
 
 
 def net_a_month(levels: Levels, prices: Prices) -> float:

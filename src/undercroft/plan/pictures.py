@@ -12,7 +12,7 @@ from typing import Any
 from undercroft.errors import ConfigError
 from undercroft.plan.advice import Advice, net_a_month
 from undercroft.plan.study import Levels, Study
-from undercroft.plan.terms import Endurance, Prices
+from undercroft.plan.terms import Drive, Prices
 from undercroft.settings import format_bytes
 
 __all__ = ["FORMATS", "Told", "check_installed", "draw"]
@@ -55,14 +55,14 @@ class Told:
     Args:
         study: The numbers.
         advice: What is recommended.
-        endurance: What a drive is rated for, if that is known.
+        drive: What a disk can do.
         prices: What things cost, if that is.
         model: What it is called.
     """
 
     study: Study
     advice: Advice
-    endurance: Endurance | None
+    drive: Drive
     prices: Prices
     model: str
 
@@ -277,7 +277,8 @@ def _writes(axes: Any, told: Told) -> None:  # noqa: ANN401 - as above
     disks = [size for size in study.disks if size]
     written = [study.levels(host, size).written_bytes / 1e12 for size in disks]
     places = range(len(disks))
-    rated = [told.endurance.bytes_a_day(size) / 1e12 for size in disks] if told.endurance else []
+    endurance = told.drive.endurance
+    rated = [endurance.bytes_a_day(size) / 1e12 for size in disks] if endurance else []
     colours = [
         "#b5463c" if rated and amount > rated[n] else _DISK for n, amount in enumerate(written)
     ]
@@ -303,5 +304,5 @@ def _writes(axes: Any, told: Told) -> None:  # noqa: ANN401 - as above
     axes.set_ylabel("written a day, TB")
     axes.grid(axis="y")
     axes.set_title("What the disk is written a day")
-    rating = f"; black: its rating, {told.endurance.text}" if told.endurance else ""
+    rating = f"; black: its rating, {endurance.text}" if endurance else ""
     _subtitle(axes, f"every chunk once, and again when it was evicted and came back{rating}")

@@ -9,9 +9,24 @@ from dataclasses import dataclass
 from undercroft.errors import ConfigError
 from undercroft.settings import parse_size
 
-__all__ = ["DAYS_A_YEAR", "Endurance", "Prices", "parse_endurance", "parse_prices", "parse_sizes"]
+__all__ = [
+    "BUDGET_SHARE",
+    "DAYS_A_YEAR",
+    "SECONDS_A_DAY",
+    "Drive",
+    "Endurance",
+    "Prices",
+    "parse_endurance",
+    "parse_prices",
+    "parse_sizes",
+]
 
-DAYS_A_YEAR = 365.0
+SECONDS_A_DAY, DAYS_A_YEAR = 86400.0, 365.0
+BUDGET_SHARE = 0.9
+"""Of what a drive is rated for, what may be planned with: it writes more than it is told to."""
+
+_BUSY_SHARE = 0.5
+"""Of what a drive writes in a second, what it may on average: traffic comes in bursts."""
 _HOURS_A_MONTH = DAYS_A_YEAR * 24 / 12
 _ENDURANCE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(DWPD|TBW)\s*", re.IGNORECASE)
 _PRICE = re.compile(r"\s*(host|disk|engine)\s*=\s*(\d+(?:\.\d+)?)\s*/\s*([a-zA-Z]+)\s*")
@@ -92,6 +107,40 @@ def parse_endurance(text: str, years: float, drive_bytes: int | None) -> Enduran
         years,
         drive_bytes,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """What a disk can do.
+
+    Args:
+        read_bytes_per_s: How fast it reads.
+        write_bytes_per_s: How fast it writes.
+        endurance: What may be written to it; None: that is not known.
+    """
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    endurance: Endurance | None = None
+
+    def wear(self, disk_bytes: int, written_a_day: float) -> float | None:
+        """What is written, over what may be; None where nothing is known or there is no disk."""
+        if self.endurance is None or not disk_bytes:
+            return None
+        return written_a_day / self.endurance.bytes_a_day(disk_bytes)
+
+    def complaint(self, disk_bytes: int, written_a_day: float) -> str:
+        """Why it would not do, in words that follow "would"; empty if it does."""
+        wear = self.wear(disk_bytes, written_a_day)
+        if wear is not None and self.endurance is not None and wear > BUDGET_SHARE:
+            return f"be written {wear:.1f} times what {self.endurance.text} allows"
+        per_s = written_a_day / SECONDS_A_DAY
+        if per_s > _BUSY_SHARE * self.write_bytes_per_s:
+            return (
+                f"be written {per_s / 1e9:.2f} GB a second on average, of the "
+                f"{self.write_bytes_per_s / 1e9:g} GB that it takes at most (--disk-write)"
+            )
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

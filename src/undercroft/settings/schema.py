@@ -285,8 +285,8 @@ TIER_OPTIONS: Mapping[str, Mapping[str, Key]] = {
         Key(
             "num_threads",
             positive,
-            "4",
-            "Threads that read and write; of the engine, and chunks below 1 MiB, 8.",
+            "8 for chunks below 1 MiB, else 4",
+            "Threads that read and write.",
         ),
         Key(
             "write_budget",
@@ -300,7 +300,7 @@ TIER_OPTIONS: Mapping[str, Mapping[str, Key]] = {
         Key(
             "mover_process",
             flag,
-            "true",
+            "false",
             "Read and write in a process of the tier's own, rather than in the engine's.",
         ),
     ),

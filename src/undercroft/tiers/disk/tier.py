@@ -79,7 +79,7 @@ class DiskTier:
         direct: bool | None = None,
         flush_interval_s: float = 1.0,
         write_budget_bytes: int | None = None,
-        mover_process: bool = True,
+        mover_process: bool = False,
         memory: SharedMemory | None = None,
         num_threads: int = 4,
         files: Files | None = None,

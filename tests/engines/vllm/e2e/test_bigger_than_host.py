@@ -55,7 +55,6 @@ def restored_and_recomputed(
     engine = nursery.engine("llama", offload(disk, host=HOST))
     one_by_one(engine, [prompt(100, seed=302)])  # first-use costs are not the point here
     engine.settle()
-    engine.inside("storm:mover_process")  # it has read its modules
     before = engine.counts()
     outputs = engine.generate([DECODER, long], max_tokens=limits, after_tokens=start)
     after = engine.counts()

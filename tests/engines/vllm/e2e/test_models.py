@@ -22,6 +22,7 @@ from tests.engines.vllm.lab.engine import (
 )
 from tests.engines.vllm.lab.models import model_path
 from tests.engines.vllm.lab.results import Results
+from undercroft.plan.shape import Kind, read_config, shape_of
 
 slow = pytest.mark.slow
 _HAS_FACTS = ("-plain", "-chunks_of_2")
@@ -117,6 +118,20 @@ def assert_found(loaded: list[Output], own: list[Output], chunk: int, case: Case
     assert sum(output.external_tokens for output in loaded) > 0
 
 
+def assert_foreseen(case: Case, groups: list[dict[str, Any]]) -> None:
+    """What `undercroft plan` makes of the model's config is what the engine keeps."""
+    dtype = case.engine.get("dtype", "float32")
+    config = read_config(str(model_path(case.model)), {})
+    shape = shape_of(config, dtype=dtype, state_dtype="float32")
+    for each in shape.layers:
+        ours = [group for group in groups if group["kind"] == each.kind.value]
+        per = 1 if each.kind is Kind.STATE else ours[0]["tokens_per_chunk"]
+        assert sum(group["layers"] for group in ours) == each.num_layers
+        expected = (each.token_bytes or each.state_bytes) * per
+        assert sum(group["chunk_bytes"] for group in ours) == expected
+    assert len({group["kind"] for group in groups}) == len(shape.layers)
+
+
 def ids(cases: Any) -> list[Any]:
     return [pytest.param(c, id=c.name, marks=() if c.quick else slow) for c in cases]
 
@@ -140,6 +155,8 @@ def reload(nursery: Nursery, results: Results, case: Case) -> None:
     loaded = one_by_one(engine, prompts, case.max_tokens)
     assert_alike(loaded, wanted_of(case, loaded, fresh, own), case.tolerance)
     facts = engine.inside("groups:describe")
+    if case.name.endswith(_HAS_FACTS):
+        assert_foreseen(case, facts["groups"])
     chunk = max(group["tokens_per_chunk"] for group in facts["groups"])
     assert_found(loaded, own, chunk, case)
     if "speculative_config" in case.engine:
