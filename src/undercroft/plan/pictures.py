@@ -285,9 +285,11 @@ def _writes(axes: Any, told: Told) -> None:  # noqa: ANN401 - as above
     axes.bar(places, written, width=0.56, color=colours)
     for place, amount in zip(places, written, strict=True):
         text = f"{amount:,.2f} TB" if amount < 10 else f"{amount:,.0f} TB"  # noqa: PLR2004 - digits
+        # In the middle of its bar, or above that where a line runs through it.
+        is_taken = bool(rated) and abs(rated[place] - amount / 2) < 0.08 * max(written)
         axes.text(
-            place, 0.015 * max(written), text, ha="center", va="bottom", fontsize=11, color=_PAPER,
-            fontweight="bold",
+            place, amount * (0.75 if is_taken else 0.5), text, ha="center", va="center",
+            fontsize=11, color=_PAPER, fontweight="bold",
         )  # fmt: skip
     shown = max(written)
     for place, most in zip(places, rated, strict=False):
