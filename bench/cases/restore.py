@@ -16,19 +16,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
+from cases.stack import hierarchy_over
 from harness import AGAIN, Goal, Options, Row, Side
-from undercroft.admission.always import Always
-from undercroft.clock import SystemClock
-from undercroft.hierarchy.counters import Counters
-from undercroft.hierarchy.events import LevelEvents
-from undercroft.hierarchy.hierarchy import Hierarchy, Limits
-from undercroft.hierarchy.level import Level
-from undercroft.hierarchy.pool import Pool
+from undercroft.hierarchy.hierarchy import Limits
 from undercroft.hierarchy.request import Lookup, Request
-from undercroft.hierarchy.slots import Slots
-from undercroft.hierarchy.transfers import Transfers
 from undercroft.keys import ChunkKey
-from undercroft.policies.lru import Lru
 from undercroft.tiers.memory import MemoryTier
 
 CHUNK_BYTES, CHUNK_TOKENS = 4096, 16
@@ -47,8 +39,6 @@ class Restorer:
     """
 
     def __init__(self, margin: float | None, *, is_close: bool = False) -> None:
-        clock = SystemClock()
-        num_slots = max(LENGTHS)
         tier = MemoryTier(1 << 30, name="below")
         data = memoryview(bytes(CHUNK_BYTES))
         self._prefixes = {
@@ -58,29 +48,14 @@ class Restorer:
         for prefixes in self._prefixes.values():
             for key in (key for prefix in prefixes for key in prefix):
                 tier.write_from(key, data)
-        counters, slots = Counters(), Slots(num_slots * CHUNK_BYTES, [CHUNK_BYTES])
-        slots.set_ready_bytes(num_slots * CHUNK_BYTES)
-        self._level = Level(
+        self._hierarchy = hierarchy_over(
             tier,
-            transfers=Transfers(tier, clock=clock, max_queued_write_bytes=1 << 20),
-            slot_bytes=(CHUNK_BYTES,),
-            class_of=lambda _: 0,
-            make_policy=Lru,
-            admission=Always(),
-            clock=clock,
-            counters=counters,
-            events=LevelEvents(enabled=False),
-            write_deadline_s=30.0,
-        )
-        self._hierarchy = Hierarchy(
-            lambda on_evict: Pool(slots, make_policy=Lru, class_of=lambda _: 0, on_evict=on_evict),
-            [self._level],
-            buffer=memoryview(mmap.mmap(-1, num_slots * CHUNK_BYTES)),
-            clock=clock,
-            counters=counters,
-            events=LevelEvents(enabled=False),
+            memoryview(mmap.mmap(-1, max(LENGTHS) * CHUNK_BYTES)),
+            CHUNK_BYTES,
+            max_queued_write_bytes=1 << 20,
             limits=Limits(promote_deadline_s=60.0, load_margin=margin),
         )
+        (self._level,) = self._hierarchy.levels
         self._is_close = is_close
         self._hierarchy.restores.worth.compute_s = self._compute_s
         self._number = 0

@@ -31,19 +31,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from cases.stack import hierarchy_over
 from harness import AGAIN, Goal, Options, Row, Side
-from undercroft.admission.always import Always
 from undercroft.clock import SystemClock
-from undercroft.hierarchy.counters import Counters
-from undercroft.hierarchy.events import LevelEvents
-from undercroft.hierarchy.hierarchy import Hierarchy, Limits
-from undercroft.hierarchy.level import Level
-from undercroft.hierarchy.pool import Pool
+from undercroft.hierarchy.hierarchy import Limits
 from undercroft.hierarchy.request import Request
-from undercroft.hierarchy.slots import Slots
-from undercroft.hierarchy.transfers import Transfers
 from undercroft.keys import ChunkKey, Namespace
-from undercroft.policies.lru import Lru
 from undercroft.tiers.disk import DiskTier
 from undercroft.tiers.wrapping import WrappingTier
 
@@ -104,43 +97,24 @@ class Engine:
     """The scheduler's half of an engine over a real hierarchy, real memory and a real disk tier."""
 
     def __init__(self, path: Path) -> None:
-        clock, counters = SystemClock(), Counters()
         self.buffer = mmap.mmap(-1, NUM_SLOTS * CHUNK_BYTES)
-        slots = Slots(NUM_SLOTS * CHUNK_BYTES, [CHUNK_BYTES])
-        slots.set_ready_bytes(NUM_SLOTS * CHUNK_BYTES)
         disk = DiskTier(
             str(path),
             name="disk",
             namespace=Namespace({"bench": "step"}),
             capacity_bytes=2 * NUM_ON_DISK * CHUNK_BYTES,
-            clock=clock,
+            clock=SystemClock(),
             free_space_floor_bytes=0,
         )
         self.tier = Traffic(disk)
-        level = Level(
+        self.hierarchy = hierarchy_over(
             self.tier,
-            transfers=Transfers(
-                self.tier, clock=clock, max_queued_write_bytes=NUM_SLOTS * CHUNK_BYTES // 4
-            ),
-            slot_bytes=(CHUNK_BYTES,),
-            class_of=lambda _: 0,
-            make_policy=Lru,
-            admission=Always(),
-            clock=clock,
-            counters=counters,
-            events=LevelEvents(enabled=False),
-            write_deadline_s=30.0,
-        )
-        self.hierarchy = Hierarchy(
-            lambda on_evict: Pool(slots, make_policy=Lru, class_of=lambda _: 0, on_evict=on_evict),
-            [level],
-            buffer=memoryview(self.buffer),
-            clock=clock,
-            counters=counters,
-            events=LevelEvents(enabled=False),
+            memoryview(self.buffer),
+            CHUNK_BYTES,
+            max_queued_write_bytes=NUM_SLOTS * CHUNK_BYTES // 4,
             limits=Limits(promote_deadline_s=10.0),
         )
-        self.counters = counters
+        self.counters = self.hierarchy.counters
         data = memoryview(self.buffer)
         for number in range(NUM_ON_DISK):
             self.tier.write_from(key_of("disk", number), data[:CHUNK_BYTES])

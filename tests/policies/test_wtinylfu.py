@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.policies.scans import pass_one_offs
 
 from undercroft.errors import ConfigError
 from undercroft.keys import ChunkKey
@@ -114,14 +115,11 @@ def test_never_beats_the_oracle(requests: list[list[ChunkKey]], size: int) -> No
 def test_used_twice_outlives_a_scan() -> None:
     """What LRU loses to a scan of one-offs, W-TinyLFU keeps."""
     policy = WTinyLfu(100)
-    loved, scan = make_keys(50), make_keys(350, start=50)
+    loved = make_keys(50)
     for key in loved:
         policy.on_insert(key)
         policy.on_hit(key)
-    for number, key in enumerate(scan):
-        if number >= 50:
-            policy.on_evict(next(policy.victims()))
-        policy.on_insert(key)
+    pass_one_offs(policy, 350)
     assert set(loved) <= set(policy.victims())
 
 

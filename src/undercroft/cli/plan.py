@@ -19,6 +19,7 @@ from undercroft.cli.plan_text import (
     host_table,
     studied,
 )
+from undercroft.cli.simulate import add_trace_flags
 from undercroft.cli.store import say
 from undercroft.errors import ConfigError
 from undercroft.plan.advice import Advice, advise, net_a_month, serve_words
@@ -69,12 +70,7 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "which size of host memory and disk a trace of requests is worth",
         description=_DESCRIPTION,
     )
-    parser.add_argument(
-        "--trace", required=True, metavar="FILE", help="the requests, plain or compressed with gzip"
-    )
-    parser.add_argument(
-        "--format", metavar="NAME", help="its format; told by its first line where left out"
-    )
+    add_trace_flags(parser)
     _add_model(parser)
     parser.add_argument(
         "--host",

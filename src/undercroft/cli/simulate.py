@@ -15,7 +15,7 @@ from undercroft.settings import parse_size
 from undercroft.sim import BOUNDS, Hits, check_policy, hit_curve
 from undercroft.traces import Trace, load
 
-__all__ = ["Capacity", "add_parser", "parse_capacities", "parse_percent", "run"]
+__all__ = ["Capacity", "add_parser", "add_trace_flags", "parse_capacities", "parse_percent", "run"]
 
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _BLOCKS = re.compile(r"\s*(\d[\d_]*)\s*blocks?\s*")
@@ -59,12 +59,7 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "alone, and shows which share of its blocks and tokens each policy finds, beside the "
         "optimum (belady, which knows the future) and room for everything (unbounded).",
     )
-    parser.add_argument(
-        "--trace", required=True, metavar="FILE", help="the requests, plain or compressed with gzip"
-    )
-    parser.add_argument(
-        "--format", metavar="NAME", help="its format; told by its first line where left out"
-    )
+    add_trace_flags(parser)
     parser.add_argument(
         "--policy", default="lru", metavar="P[,P...]", help="policies to compare (%(default)s)"
     )
@@ -87,6 +82,16 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "--full-blocks",
         action="store_true",
         help="leave out partly filled last blocks, which an engine does not store",
+    )
+
+
+def add_trace_flags(parser: argparse.ArgumentParser) -> None:
+    """Which trace is replayed."""
+    parser.add_argument(
+        "--trace", required=True, metavar="FILE", help="the requests, plain or compressed with gzip"
+    )
+    parser.add_argument(
+        "--format", metavar="NAME", help="its format; told by its first line where left out"
     )
 
 
