@@ -36,7 +36,7 @@ def test_a_program_without_an_interpreter_moves_by_threads(
 ) -> None:
     """Embedded or frozen: what it would start is not Python, but perhaps itself again."""
     monkeypatch.setattr(sys, name, None if name == "executable" else True, raising=False)
-    tier = disk(tmp_path, memory=level_0.memory)
+    tier = disk(tmp_path, mover_process=True, memory=level_0.memory)
     assert write(tier, level_0, range(4)) == read(tier, level_0, range(4)) == [True] * 4
     assert tier._mover is not None
     assert tier._mover.pid is None
@@ -88,7 +88,7 @@ import os, sys, time
 from tests.tiers.disk.test_disk_mover import Level0, wait_for_process
 from tests.tiers.disk.support import disk
 level_0 = Level0()
-tier = disk(sys.argv[1], memory=level_0.memory)
+tier = disk(sys.argv[1], mover_process=True, memory=level_0.memory)
 pid = wait_for_process(tier)
 worker = os.fork()
 if not worker:
