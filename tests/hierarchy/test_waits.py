@@ -211,6 +211,20 @@ def test_a_tier_that_hangs_for_good(worlds: list[World]) -> None:
     assert rig.engine.longest_wait_s <= DEADLINE_S + STEP_S
 
 
+@pytest.mark.parametrize("group", [FULL, Group(3, 2, window=1)])
+def test_a_request_of_one_chunk_has_the_whole_wait(worlds: list[World], group: Group) -> None:
+    """There is no shorter cut that time should be set aside for; at the end of more there is."""
+    rig = Rig(worlds, (group,), Effect.HANG, group.keys(PROMPT))
+    (short,) = rig.run(PROMPT[:3])
+    assert short.num_hit_tokens == 0
+    assert DEADLINE_S - STEP_S <= rig.engine.longest_wait_s <= DEADLINE_S + STEP_S
+    waits = rig.world.hierarchy.restores.waits
+    long = rig.engine.submit(PROMPT)
+    rig.step()
+    assert long.request.reserve_s == (RESERVE_RATIO * waits.deadline_s if group.window else 0.0)
+    rig.end()
+
+
 def test_two_requests_of_one_prompt(worlds: list[World]) -> None:
     """Who joined the reads of another has the same part of them, whenever it came."""
     for num_steps in (0, 1, 5, 11):

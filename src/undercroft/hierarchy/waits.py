@@ -30,6 +30,8 @@ class Waits:
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
+        # By group: where the shortest prefix ever waited for ends. At it there is no shorter cut.
+        self._least_ends: dict[object, int] = {}
 
     def begin(self, request: Request, now_s: float) -> None:
         """`request` begins to wait for lower levels, unless it did before."""
@@ -83,6 +85,23 @@ class Waits:
             request.reserve_s = self._reserve(request, wait_s)
         return request.deadline_s - request.reserve_s
 
-    @staticmethod
-    def _reserve(request: Request, wait_s: float) -> float:
-        return RESERVE_RATIO * wait_s if request.queued and has_window(request) else 0.0
+    def _reserve(self, request: Request, wait_s: float) -> float:
+        if not request.queued or not has_window(request) or self._is_least(request):
+            return 0.0
+        return RESERVE_RATIO * wait_s
+
+    def _is_least(self, request: Request) -> bool:
+        """Whether one chunk is asked for, and it is the first: all a request of one chunk has.
+
+        A window of one chunk at the end of a long prefix looks the same but for where it ends.
+        """
+        if len(request.walks) != 1:
+            return False
+        ((group, walk),) = request.walks.items()
+        if len(walk.keys) != 1:
+            return False
+        end = request.position_of(walk.keys[0])
+        if end is None:
+            return False
+        least = self._least_ends[group] = min(end, self._least_ends.get(group, end))
+        return end == least
