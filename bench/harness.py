@@ -70,15 +70,19 @@ class Goal:
     Args:
         least: Of the ratio, or of the share of the ceiling if `of_ceiling`.
         most: Of our own value, in the row's unit.
+        least_value: The same, where more is better.
     """
 
     least: float | None = None
     most: float | None = None
     of_ceiling: bool = False
+    least_value: float | None = None
 
     def __str__(self) -> str:
         if self.most is not None:
             return f"<= {self.most:g}"
+        if self.least_value is not None:
+            return f">= {self.least_value:g}"
         if self.of_ceiling:
             return f">= {(self.least or 0) * 100:.0f} % of ceiling"
         return f">= {self.least:g}x"
@@ -248,6 +252,8 @@ def _shown(row: Row, costs: Sequence[float]) -> float:
 def _reached(goal: Goal, value: float, ratio: Ratio | None, share: float | None) -> bool:
     if goal.most is not None:
         return value <= goal.most
+    if goal.least_value is not None:
+        return value >= goal.least_value
     found = share if goal.of_ceiling else ratio.median if ratio else None
     return found is not None and found >= (goal.least or 0)
 

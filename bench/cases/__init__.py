@@ -12,6 +12,7 @@ from cases.record import Record
 from cases.reopen import Reopen
 from cases.restore import Restore
 from cases.scheduler import Scheduler
+from cases.simulator import Simulator
 from cases.step import Step
 from harness import Case
 
@@ -19,6 +20,7 @@ CASES: tuple[Case, ...] = (
     Scheduler(),
     Step(),
     Policies(),
+    Simulator(),
     Record(),
     Disk(),
     Reopen(),

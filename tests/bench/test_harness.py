@@ -119,10 +119,19 @@ def test_the_worst_case_of_all_rounds_is_the_least() -> None:
     assert not found.missed
 
 
+def test_a_value_that_has_to_be_reached() -> None:
+    """In the row's unit, where more is better: just reached is reached."""
+    row = Row("speed", ("ours", "s"), amount=2.0, unit="M/s", goals=[Goal(least_value=1.0)])
+    (found,) = findings([row], [{"ours": {"s": 2.0}}])
+    assert (found.ours, found.missed) == (1.0, [])
+    (found,) = findings([row], [{"ours": {"s": 2.1}}])
+    assert list(map(str, found.missed)) == [">= 1"]
+
+
 def test_the_command_runs_real_cases(tmp_path: Path) -> None:
     """Ours and its peers, in small: every row is there, and the results file too."""
     results = tmp_path / "results.json"
-    names = ["scheduler", "step", "disk", "reopen", "copies"]
+    names = ["scheduler", "step", "disk", "reopen", "copies", "simulator"]
     command = [sys.executable, "bench/run.py", *names, "--quick", "--json", str(results)]
     command += ["--rounds", "1", "--path", str(tmp_path)]
     done = subprocess.run(

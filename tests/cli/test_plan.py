@@ -82,6 +82,18 @@ def test_tables_and_a_command_that_serves(trace, model):
     assert "--kv-transfer-config" in printed.stdout
 
 
+def test_ranks_have_a_head_each(trace, model):
+    """Two heads over two ranks are the same bytes; over four, twice as many."""
+    sizes = ["--host", "128KiB", "--disk", "0", "--policy", "lru"]
+    words = ("plan", "--trace", trace, "--model", model, *sizes, "--tensor-parallel-size")
+    for num_ranks, times in (("2", 1), ("4", 2)):
+        found = undercroft_json(*words, num_ranks)
+        assert found["model"]["token_bytes"] == times * TOKEN_BYTES
+    done = undercroft(*words, "3")
+    assert done.returncode == 2
+    assert "--tensor-parallel-size is 3, over which 2 KV heads do not share out" in done.stderr
+
+
 def test_money_and_hosts_alone(trace):
     """Prices make columns; without a disk there is one table; bytes may be given by hand."""
     words = ["--bytes-per-token", "64", "--host", "32KiB,64KiB", "--disk", "0", "--policy", "lru"]
@@ -104,6 +116,7 @@ def test_money_and_hosts_alone(trace):
         (["--bytes-per-token", "64", "--endurance", "lots"], "1DWPD"),
         (["--bytes-per-token", "64", "--prices", "free"], "engine=2.50/h"),
         (["--bytes-per-token", "64", "--years", "0"], "must be above 0"),
+        (["--bytes-per-token", "64", "--tensor-parallel-size", "0"], "must be 1 or more"),
         (["--bytes-per-token", "64", "--host", "1"], "less than one block"),
         (["--bytes-per-token", "64", "--kv-cache-dtype", "fp9", "--model", "x"], "by --model or"),
     ],

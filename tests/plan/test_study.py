@@ -6,7 +6,8 @@ import pytest
 from tests.plan.traces import BLOCK, BLOCK_TOKENS, SHAPE, TOKEN_BYTES, drive, sessions, study_of
 
 from undercroft.errors import ConfigError
-from undercroft.plan.shape import Kind, Layers, Shape
+from undercroft.plan.kinds import Kind
+from undercroft.plan.shape import Layers, Shape
 from undercroft.plan.study import block_bytes, check, replay
 from undercroft.sim import hit_curve
 from undercroft.traces import TraceBuilder

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from undercroft.plan.shape import Kind, Layers, Shape
+from undercroft.plan.kinds import Kind
+from undercroft.plan.shape import Layers, Shape
 from undercroft.plan.study import Study, block_bytes, replay
 from undercroft.plan.terms import Drive, parse_endurance
 from undercroft.sim import hit_curve

@@ -23,9 +23,10 @@ from undercroft.cli.simulate import add_trace_flags
 from undercroft.cli.store import say
 from undercroft.errors import ConfigError
 from undercroft.plan.advice import Advice, advise, net_a_month, serve_words
+from undercroft.plan.kinds import Kind
 from undercroft.plan.page import Page, write_page
 from undercroft.plan.pictures import Told, check_installed, draw
-from undercroft.plan.shape import Kind, Layers, Shape, read_config, shape_of
+from undercroft.plan.shape import Layers, Shape, read_config, shape_of
 from undercroft.plan.study import Study, block_bytes, check, replay
 from undercroft.plan.terms import Drive, Prices, parse_endurance, parse_prices, parse_sizes
 from undercroft.settings import parse_size
@@ -120,6 +121,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="as vLLM's --mamba-ssm-cache-dtype (%(default)s)",
     )
     parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="as vLLM's; all ranks together are planned for (%(default)s)",
+    )
+    parser.add_argument(
         "--bytes-per-token", metavar="SIZE", help="of the KV cache, instead of --model's"
     )
 
@@ -194,6 +202,8 @@ def run(args: argparse.Namespace) -> int:
 def _asked(args: argparse.Namespace) -> _Asked:
     if args.prefill_tokens_per_s <= 0 or args.years <= 0:
         raise ConfigError("--prefill-tokens-per-s and --years must be above 0")
+    if args.tensor_parallel_size < 1:
+        raise ConfigError("--tensor-parallel-size must be 1 or more")
     if (args.bytes_per_token is None) == (args.model is None):
         raise ConfigError("say whose KV cache it is, by --model or by --bytes-per-token")
     names = args.policy.split(",") if args.policy else [KEYS["policy"].default, "lru"]
@@ -247,6 +257,7 @@ def _shape(args: argparse.Namespace) -> Shape:
         dtype=args.dtype,
         kv_dtype=args.kv_cache_dtype,
         state_dtype=args.state_dtype,
+        num_ranks=args.tensor_parallel_size,
     )
 
 

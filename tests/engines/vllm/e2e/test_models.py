@@ -22,7 +22,8 @@ from tests.engines.vllm.lab.engine import (
 )
 from tests.engines.vllm.lab.models import model_path
 from tests.engines.vllm.lab.results import Results
-from undercroft.plan.shape import Kind, read_config, shape_of
+from undercroft.plan.kinds import Kind
+from undercroft.plan.shape import read_config, shape_of
 
 slow = pytest.mark.slow
 _HAS_FACTS = ("-plain", "-chunks_of_2")
