@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import compress, count
 
 from undercroft.errors import Bug, ConfigError
-from undercroft.key_table import SHARD_SHIFT, KeyTable
 from undercroft.keys import ChunkKey
 from undercroft.policies.key_queue import KeyQueue
-from undercroft.policies.known_prefixes import NUM_CLASSES, KnownPrefixes, Seen
+from undercroft.policies.known_prefixes import NUM_CLASSES, KnownPrefixes
 from undercroft.policies.rehearsal import rehearse
 from undercroft.policies.request_paths import Path, Paths
 from undercroft.policies.reuse_curves import bucket_of
@@ -30,6 +29,8 @@ _MIN_WAITS = 300
 """Finished waits before what was learned is trusted."""
 _MAX_LOOKS = 512
 _MAX_TAKEN_BACK = 64
+_FEW = 4
+"""So few chunks come quicker one by one than all at once."""
 _ASIDE_S = 1.0
 
 
@@ -43,7 +44,7 @@ class Hazard:
     Raises:
         ConfigError: `capacity_chunks` is not positive.
 
-    Memory: see `KnownPrefixes` and `Paths`, and 70-110 bytes a resident beyond its key.
+    Memory: see `KnownPrefixes` and `Paths`; nothing else for each chunk.
     Threads: one.
     """
 
@@ -59,12 +60,11 @@ class Hazard:
         self.known = known
         self._paths = Paths(known.num_rows)
         known.in_use.append(self._paths.are_needed)
-        self._shards = KeyTable().shards
         # Chunks that no request has told of: newly read from a lower level, found at the start.
         self._strays = KeyQueue()
         self._num_strays = 0
         self._current: Path | None = None
-        self._awaited: dict[ChunkKey, int] = {}
+        self._at = -1  # where in it the next chunk is expected: they come deepest first
         self._now_s = 0.0
         self._oldest: list[list[tuple[int, int]]] = [[] for _ in range(NUM_CLASSES)]
         self._newest: list[list[tuple[int, int]]] = [[] for _ in range(NUM_CLASSES)]
@@ -72,7 +72,21 @@ class Hazard:
         self._aside: deque[Path] = deque()
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._shards[hash(key) >> SHARD_SHIFT] or key in self._strays
+        return self._find(key) is not None or key in self._strays
+
+    def _find(self, key: ChunkKey) -> tuple[Path, int] | None:
+        """The path and position of a resident chunk that is no stray."""
+        row = self.known.find(key)
+        place = self._paths.place(row, key) if row >= 0 else None
+        return place if place is not None and self._paths.holds(*place) else None
+
+    def _is_expected(self, key: ChunkKey) -> bool:
+        """Whether `key` is the next of the last request, from its deepest chunk up."""
+        path, at = self._current, self._at
+        if at < 0 or path is None or path.keys[at] != key:
+            return False
+        self._at = at - 1
+        return True
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -86,64 +100,77 @@ class Hazard:
         self._take_back(seen.now_s - _ASIDE_S)
         if not seen.keys:
             return
-        absent = self._paths.absent(seen)
-        if absent and self._num_strays:
-            absent = [at for at in absent if not self._adopt(seen, at)]
-        keys = seen.keys
-        self._awaited = {keys[at]: at for at in absent}
-        self._current = self._paths.add(seen)
+        if self._num_strays:
+            for at in self._paths.absent(seen):
+                self._adopt(seen.keys[at], int(seen.rows[at]))
+        self._current = path = self._paths.add(seen)
+        self._at = len(path.keys) - 1
 
-    def _adopt(self, seen: Seen, at: int) -> bool:
-        """Make a stray part of its path; whether it is one."""
-        key, row = seen.keys[at], int(seen.rows[at])
-        if key not in self._strays:
-            return False
-        self._strays.remove(key)
-        self._num_strays -= 1
-        self._shards[hash(key) >> SHARD_SHIFT][key] = row
-        self._paths.adopt(row)
-        return True
+    def _adopt(self, key: ChunkKey, row: int) -> None:
+        """Make a stray part of its path, if it is one."""
+        if key in self._strays:
+            self._strays.remove(key)
+            self._num_strays -= 1
+            self._paths.adopt(row)
 
     # --- chunks -------------------------------------------------------------------------------
 
     def on_insert(self, key: ChunkKey) -> None:
         """Part of the path of the last request that used it, or a stray."""
-        shard = self._shards[hash(key) >> SHARD_SHIFT]
-        if key in shard:
+        place = self._place(key)
+        if place is None:
+            self._strays.push(key)
+            self._num_strays += 1
+        elif self._paths.holds(*place):
             raise Bug(f"hazard: key {key.hex()} is resident already")
-        at = self._awaited.pop(key, -1)
-        path = self._current
-        if at >= 0 and path is not None:
-            row = int(path.rows[at])
         else:
-            row = self.known.find(key)
-            path = self._paths.path_awaiting(row) if row >= 0 else None
-            if path is None:
-                self._strays.push(key)
-                self._num_strays += 1
-                return
-            at = path.rows.tolist().index(row)
-        shard[key] = row
-        self._paths.come(path, row, at)
+            self._paths.come(*place)
+
+    def on_insert_all(self, keys: Sequence[ChunkKey]) -> None:
+        """See `InsertingMany`."""
+        keys = list(keys)
+        while keys:
+            place = self._place(keys[0])
+            num = 0 if place is None else self._paths.awaited(*place, keys)
+            if num < _FEW or place is None:
+                self._at += place is not None and place[0] is self._current
+                for key in keys[:_FEW]:
+                    self.on_insert(key)
+                del keys[:_FEW]
+                continue
+            self._paths.come(*place, num)
+            if place[0] is self._current:
+                self._at = place[1] - num
+            del keys[:num]
+
+    def _place(self, key: ChunkKey) -> tuple[Path, int] | None:
+        """The path and position where `key` is, or is awaited."""
+        if self._is_expected(key) and self._current is not None:
+            return self._current, self._at + 1
+        row = self.known.find(key)
+        return self._paths.place(row, key) if row >= 0 else None
 
     def on_hit(self, key: ChunkKey) -> None:
         """Uses are told of by `on_request`. Another's means: leave it alone for a while."""
-        row = self._shards[hash(key) >> SHARD_SHIFT].get(key, -1)
-        if row < 0:
+        place = self._place(key)
+        if place is None or not self._paths.holds(*place):
             self._strays.pull(key)
             return
-        current = self._current
-        if current is not None and self._paths.is_of(current, row):
-            return
-        path = self._paths.owner(row)
-        if path.cls >= 0 and path.rows[path.hi - 1] == row:
+        path, at = place
+        if path is not self._current and path.cls >= 0 and at == path.hi - 1:
             self._set_aside(path)
 
     def on_evict(self, key: ChunkKey) -> None:
         """What is known of it stays."""
-        row = self._shards[hash(key) >> SHARD_SHIFT].pop(key, -1)
-        if row >= 0:
-            self._paths.leave(row)
+        path = self._picked
+        if path is not None and path.hi and path.keys[path.hi - 1] == key:
+            at = path.hi - 1  # the first of `victims`
+            if self._paths.holds(path, at):
+                self._paths.leave(path, at)
+                return
+        place = self._find(key)
+        if place is not None:
+            self._paths.leave(*place)
         else:
             self._strays.remove(key)
             self._num_strays -= 1
@@ -173,14 +200,14 @@ class Hazard:
             path = self._coldest()
             if path is None:
                 break
-            chunks = self._paths.chunks(path, path.hi, path.floor)
-            for key in list(islice(chunks, num_keys - len(evicted))):
-                if is_kept(key):
-                    self._set_aside(path)
-                    num_looks += 1
-                    break
-                self.on_evict(key)
-                evicted.append(key)
+            places, keys = self._paths.end(path, num_keys - len(evicted))
+            num = next(compress(count(), map(is_kept, keys)), len(keys))
+            if num:
+                self._paths.leave_all(path, places[:num])
+                evicted += keys[:num]
+            if num < len(keys):
+                self._set_aside(path)
+                num_looks += 1
         if len(evicted) < num_keys and num_looks < _MAX_LOOKS:
             self._evict_above(evicted, num_keys, is_kept)
         return evicted

@@ -35,9 +35,12 @@ _NUM_GAPS, _NUM_KINDS, _NUM_SIGHTS = 4, 4, 4
 NUM_CLASSES = 2 * _NUM_GAPS * _NUM_KINDS * _NUM_SIGHTS
 """Whether the request continued another; how long what it continued had waited; how it ended; and
 how often the prefix has been seen: once, twice, up to 5 times, more often."""
-_SIGHTS_CLASS = np.zeros(_MAX_SIGHTS + 1, dtype=np.uint16)
-for _least, _class in ((2, 1), (3, 2), (6, 3)):
-    _SIGHTS_CLASS[_least:] = _class
+_NEXT_SIGHTS = np.minimum(np.arange(_MAX_SIGHTS + 1) + 1, _MAX_SIGHTS)
+_NEXT_CLASS = np.searchsorted((2, 3, 6), _NEXT_SIGHTS, side="right")
+_NEXT_STATE = ((_NEXT_SIGHTS << _SIGHTS_SHIFT) | (_NEXT_CLASS << _CLS_SHIFT)).astype(np.uint16)
+"""By how often a prefix was seen before: what one use more makes of it, other classes left out."""
+_FEW = 12
+"""To give so few prefixes their rows one by one is quicker than all at once."""
 _MAX_OPEN = 1 << 14
 _LEARN_EVERY = 256
 _MAX_RECENT = 64
@@ -86,9 +89,9 @@ class KnownPrefixes:
         self._prints = np.zeros(self.num_rows, dtype=np.uint64)
         self._sets = self._prints.reshape(num_sets, _WAYS)
         self._used = np.zeros(self.num_rows, dtype=np.int32)
+        self._used_sets = self._used.reshape(num_sets, _WAYS)
         self._state = np.zeros(self.num_rows, dtype=np.uint16)
         self._prints_view, self._used_view = self._prints.data, self._used.data
-        self._state_view = self._state.data
         self._random = Random(seed)  # noqa: S311 - repeatable on purpose
         self.curves = ReuseCurves(NUM_CLASSES)
         self._open_rows = np.zeros(_MAX_OPEN, dtype=np.int32)
@@ -126,8 +129,6 @@ class KnownPrefixes:
         told_at_s, told, seen = self._recent.get(keys[-1], (now_s, 0, None))
         if seen is not None and told == number and told_at_s == now_s:
             return seen
-        if len(set(keys)) < number:
-            keys = list(dict.fromkeys(keys))
         # A clock that is set back, or stands, makes no age negative.
         if self._last_s is not None:
             self._elapsed_s += max(0.0, now_s - self._last_s)
@@ -142,9 +143,13 @@ class KnownPrefixes:
         now_s = self._elapsed_s
         now = min(_INT32_MAX - 1, int(now_s * _TICKS) + 1)
         self.serial += 1
+        each = list(map(xxh3_64_intdigest, keys))
+        if len(set(each)) < len(each):
+            first = dict(zip(reversed(each), reversed(keys), strict=True))
+            each = list(dict.fromkeys(each))
+            keys = [first[print_] for print_ in each]
         num = len(keys)
-        prints = np.fromiter(map(xxh3_64_intdigest, keys), np.uint64, num)
-        rows, num_known = self._rows(prints, now)
+        rows, num_known = self._rows(np.array(each, np.uint64), now)
         if len(rows) < num:
             keys, num = keys[: len(rows)], len(rows)
             if not num:
@@ -158,12 +163,13 @@ class KnownPrefixes:
         for i in np.flatnonzero(state & _TRACKED).tolist():
             age_s = (now - int(used[i])) / _TICKS
             self.curves.finish(int(state[i]) >> _CLS_SHIFT & (NUM_CLASSES - 1), age_s)
-        sights = np.minimum(state >> _SIGHTS_SHIFT, _MAX_SIGHTS - 1) + 1
-        by_sights = _SIGHTS_CLASS[sights]
+        sights = state >> _SIGHTS_SHIFT
+        by_sights = _NEXT_CLASS.take(sights)
         first_class = ((continuing * _NUM_GAPS + gap) * _NUM_KINDS + kind) * _NUM_SIGHTS
         starts = [0, *(np.flatnonzero(by_sights[1:] != by_sights[:-1]) + 1).tolist()]
         classes = [first_class + int(by_sights[start]) for start in starts]
-        state = (sights << _SIGHTS_SHIFT) | ((by_sights + first_class) << _CLS_SHIFT)
+        state = _NEXT_STATE.take(sights)
+        state += first_class << _CLS_SHIFT
         state[-_NUM_NEAR_END:] |= _NEAR_END
         voted: set[int] = set()
         for i, start in enumerate(starts):
@@ -203,36 +209,69 @@ class KnownPrefixes:
             known = np.ones(len(prints), dtype=bool)
             known[absent] = False
             num_known = int(np.flatnonzero(known)[-1]) + 1
-        mine = set(rows.tolist())  # and some of others, of whom no harm is done either
-        for i, print_, first in zip(
-            absent.tolist(), prints[absent].tolist(), (sets[absent] * _WAYS).tolist(), strict=True
-        ):
-            row = self._new_row(first, print_, now, mine)
-            if row < 0:
-                return rows[:i], min(i, num_known)
-            rows[i] = row
-        return rows, num_known
+        num_found = self._give_rows(rows, sets, absent)
+        absent = absent[: np.searchsorted(absent, num_found)]
+        new = rows[absent]
+        self._prints[new] = prints[absent]
+        self._state[new] = 0
+        self._used[new] = now
+        return rows[:num_found], min(num_found, num_known)
 
-    def _new_row(self, first: int, print_: int, now: int, mine: set[int]) -> int:
+    def _give_rows(
+        self, rows: NDArray[np.int64], sets: NDArray[np.int64], absent: NDArray[np.int64]
+    ) -> int:
+        """Choose a row for each at `absent`, put into `rows`; up to where there was one."""
+        rows[absent] = -1
+        mine = set(rows.tolist())
+        if len(absent) > _FEW:
+            of_sets = sets[absent]
+            chosen = of_sets * _WAYS + self._used_sets.take(of_sets, axis=0).argmin(axis=1)
+            is_taken = self._are_taken(chosen, mine)
+            rows[absent] = np.where(is_taken, -1, chosen)
+            absent = absent[is_taken]
+            if len(absent):
+                mine.update(rows.tolist())
+        for at in absent.tolist():
+            row = self._spare_row(int(sets[at]) * _WAYS, mine)
+            if row < 0:
+                return at
+            mine.add(row)
+            rows[at] = row
+        return len(rows)
+
+    def _are_taken(self, rows: NDArray[np.int64], mine: set[int]) -> NDArray[np.bool_]:
+        """Which `rows` are needed, in `mine`, or there before."""
+        each = rows.tolist()
+        is_taken = np.zeros(len(each), dtype=bool)
+        if len(set(each)) < len(each):
+            is_taken[:] = True
+            is_taken[np.unique(rows, return_index=True)[1]] = False
+        if self._used[rows].any():  # else nobody has ever had them
+            is_taken |= self._are_needed(rows)
+            if not mine.isdisjoint(each):
+                is_taken |= [row in mine for row in each]
+        return is_taken
+
+    def _are_needed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        needed = np.zeros(len(rows), dtype=bool)
+        for in_use in self.in_use:
+            needed |= in_use(rows)
+        return needed
+
+    def _spare_row(self, first: int, mine: set[int]) -> int:
         """The longest unused row of a set that nobody needs, nor is in `mine`; else -1."""
         ways = self._used_view[first : first + _WAYS].tolist()
         way = ways.index(min(ways))
-        if ways[way]:
+        if ways[way] or first + way in mine:
             used = np.array(ways)
             candidates = np.arange(first, first + _WAYS)
-            for in_use in self.in_use:
-                used[in_use(candidates)] = _INT32_MAX
+            used[self._are_needed(candidates)] = _INT32_MAX
             for row in mine.intersection(range(first, first + _WAYS)):
                 used[row - first] = _INT32_MAX
             way = int(used.argmin())
             if used[way] == _INT32_MAX:
                 return -1
-        mine.add(first + way)
-        row = first + way
-        self._prints_view[row] = print_
-        self._state_view[row] = 0
-        self._used_view[row] = now
-        return row
+        return first + way
 
     # --- learning -----------------------------------------------------------------------------
 
