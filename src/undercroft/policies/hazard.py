@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import compress, count
 
 from undercroft.errors import Bug, ConfigError
@@ -32,6 +32,8 @@ _MAX_TAKEN_BACK = 64
 _FEW = 4
 """So few chunks come quicker one by one than all at once."""
 _ASIDE_S = 1.0
+_MIN_ENTRIES = 256
+"""Candidates of a class, gone ones among them, before those are sorted out."""
 
 
 class Hazard:
@@ -68,6 +70,7 @@ class Hazard:
         self._now_s = 0.0
         self._oldest: list[list[tuple[int, int]]] = [[] for _ in range(NUM_CLASSES)]
         self._newest: list[list[tuple[int, int]]] = [[] for _ in range(NUM_CLASSES)]
+        self._most = [_MIN_ENTRIES] * NUM_CLASSES
         self._picked: Path | None = None
         self._aside: deque[Path] = deque()
 
@@ -130,10 +133,10 @@ class Hazard:
         """See `InsertingMany`."""
         keys = list(keys)
         while keys:
-            place = self._place(keys[0])
+            expected, place = self._at, self._place(keys[0])
             num = 0 if place is None else self._paths.awaited(*place, keys)
             if num < _FEW or place is None:
-                self._at += place is not None and place[0] is self._current
+                self._at = expected
                 for key in keys[:_FEW]:
                     self.on_insert(key)
                 del keys[:_FEW]
@@ -267,11 +270,22 @@ class Hazard:
                 if each.cls < 0 and each.num and not each.is_aside:
                     self._paths.settle(each)
                     if each.cls >= 0:
-                        heappush(self._oldest[each.cls], (each.serial, each.id))
-                        heappush(self._newest[each.cls], (-each.serial, each.id))
+                        self._enter(each)
             unsettled.clear()
         self._picked = path = self._choose()
         return path
+
+    def _enter(self, path: Path) -> None:
+        """Make a path a candidate of its class."""
+        cls = path.cls
+        heappush(self._oldest[cls], (path.serial, path.id))
+        heappush(self._newest[cls], (-path.serial, path.id))
+        if len(self._newest[cls]) < self._most[cls] > len(self._oldest[cls]):
+            return
+        for heap in (self._oldest[cls], self._newest[cls]):
+            heap[:] = [entry for entry in heap if self._is_there(entry, cls)]
+            heapify(heap)
+        self._most[cls] = max(_MIN_ENTRIES, 2 * len(self._oldest[cls]), 2 * len(self._newest[cls]))
 
     def _choose(self) -> Path | None:
         """Of each class, the longest unused and the newest path are candidates.
@@ -299,12 +313,14 @@ class Hazard:
     def _first(self, heap: list[tuple[int, int]], cls: int) -> Path | None:
         """The first of a heap that still is where it was when it came."""
         while heap:
-            serial, path_id = heap[0]
-            path = self._paths.find(path_id)
-            if path is not None and path.cls == cls and path.serial == abs(serial):
-                return path
+            if self._is_there(heap[0], cls):
+                return self._paths.get(heap[0][1])
             heappop(heap)
         return None
+
+    def _is_there(self, entry: tuple[int, int], cls: int) -> bool:
+        path = self._paths.find(entry[1])
+        return path is not None and path.cls == cls and path.serial == abs(entry[0])
 
     @property
     def is_acting_as_lru(self) -> bool:

@@ -160,13 +160,13 @@ class KnownPrefixes:
         if num_known:
             continuing = int(state[num_known - 1]) & _NEAR_END
             gap = bisect_right(_GAPS_S, (now - int(used[num_known - 1])) / _TICKS)
-        for i in np.flatnonzero(state & _TRACKED).tolist():
+        for i in (state & _TRACKED).nonzero()[0].tolist():
             age_s = (now - int(used[i])) / _TICKS
             self.curves.finish(int(state[i]) >> _CLS_SHIFT & (NUM_CLASSES - 1), age_s)
         sights = state >> _SIGHTS_SHIFT
         by_sights = _NEXT_CLASS.take(sights)
         first_class = ((continuing * _NUM_GAPS + gap) * _NUM_KINDS + kind) * _NUM_SIGHTS
-        starts = [0, *(np.flatnonzero(by_sights[1:] != by_sights[:-1]) + 1).tolist()]
+        starts = [0, *((by_sights[1:] != by_sights[:-1]).nonzero()[0] + 1).tolist()]
         classes = [first_class + int(by_sights[start]) for start in starts]
         state = _NEXT_STATE.take(sights)
         state += first_class << _CLS_SHIFT
@@ -187,6 +187,8 @@ class KnownPrefixes:
         self._used[rows] = now
         if self.serial % _LEARN_EVERY == 0:
             self._learn(now)
+        else:
+            self.curves.go_on()
         return Seen(self.serial, now_s, keys, rows, starts, classes)
 
     def _rows(self, prints: NDArray[np.uint64], now: int) -> tuple[NDArray[np.int64], int]:
@@ -201,7 +203,7 @@ class KnownPrefixes:
             sets = (prints >> self._shift).astype(np.int64)
         match = self._sets.take(sets, axis=0) == prints[:, None]
         rows = sets * _WAYS + match.argmax(axis=1)
-        absent = np.flatnonzero(self._prints[rows] != prints)
+        absent = (self._prints[rows] != prints).nonzero()[0]
         if not len(absent):
             return rows, len(prints)
         num_known = int(absent[0])

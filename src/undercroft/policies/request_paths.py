@@ -137,7 +137,7 @@ class Paths:
         self._owner[rows] = np.where(resident, path.id, -2 - path.id)
         self._take_over(rows, runs)
         self._depth[rows] = np.arange(len(rows))
-        path.branches = np.flatnonzero(self._hanging[rows]).tolist()
+        path.branches = self._hanging[rows].nonzero()[0].tolist()
         path.num = int(np.count_nonzero(resident))
         if path.num:
             path.hi = len(rows)
@@ -345,6 +345,6 @@ def _runs(owner: NDArray[np.int32]) -> list[tuple[int, int, int]]:
     """Start, stop and value of each run of equal values; of none, none."""
     if not len(owner):
         return []
-    cuts = (np.flatnonzero(owner[1:] != owner[:-1]) + 1).tolist()
+    cuts = ((owner[1:] != owner[:-1]).nonzero()[0] + 1).tolist()
     starts = [0, *cuts]
     return list(zip(starts, [*cuts, len(owner)], owner[starts].tolist(), strict=True))
