@@ -77,7 +77,7 @@ class KnownPrefixes:
     Attributes:
         is_stopped: The clock has not moved for hundreds of requests: ages mean nothing.
 
-    Threads: one. Memory: 14 bytes a row, committed as rows come into use.
+    Threads: one. Memory: 14 bytes a row, all of it taken at once.
     """
 
     def __init__(self, max_prefixes: int, seed: int = 0) -> None:
@@ -91,6 +91,8 @@ class KnownPrefixes:
         self._used = np.zeros(self.num_rows, dtype=np.int32)
         self._used_sets = self._used.reshape(num_sets, _WAYS)
         self._state = np.zeros(self.num_rows, dtype=np.uint16)
+        for column in (self._prints, self._used, self._state):
+            column.fill(0)  # the scheduler's thread pays for no page when it comes to it
         self._prints_view, self._used_view = self._prints.data, self._used.data
         self._random = Random(seed)  # noqa: S311 - repeatable on purpose
         self.curves = ReuseCurves(NUM_CLASSES)

@@ -76,6 +76,8 @@ class Paths:
         self._depth = np.zeros(num_rows, dtype=np.int32)  # in the path before anything was cut off
         self._depth_of = self._depth.data
         self._hanging = np.zeros(num_rows, dtype=np.int32)  # paths that hang at a row
+        for column in (self._depth, self._hanging):
+            column.fill(0)  # the scheduler's thread pays for no page when it comes to it
         self._by_id: list[Path | None] = []
         self._free: list[int] = []
         self._young: deque[Path] = deque()
