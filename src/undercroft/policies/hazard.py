@@ -21,12 +21,13 @@ from undercroft.policies.key_queue import KeyQueue
 from undercroft.policies.known_prefixes import NUM_CLASSES, KnownPrefixes
 from undercroft.policies.rehearsal import rehearse
 from undercroft.policies.request_paths import Path, Paths
-from undercroft.policies.reuse_curves import bucket_of
+from undercroft.policies.reuse_curves import ENDS_S, NUM_BUCKETS, bucket_of
 
 __all__ = ["Hazard"]
 
 _MIN_WAITS = 300
 """Finished waits before what was learned is trusted."""
+_NONE_LEARNED = [[0.0] * NUM_BUCKETS] * NUM_CLASSES
 _MAX_LOOKS = 512
 _MAX_TAKEN_BACK = 64
 _FEW = 4
@@ -71,6 +72,7 @@ class Hazard:
         self._oldest: list[list[tuple[int, int]]] = [[] for _ in range(NUM_CLASSES)]
         self._newest: list[list[tuple[int, int]]] = [[] for _ in range(NUM_CLASSES)]
         self._most = [_MIN_ENTRIES] * NUM_CLASSES
+        self._found: dict[int, _Found | None] = {}
         self._picked: Path | None = None
         self._aside: deque[Path] = deque()
 
@@ -280,6 +282,7 @@ class Hazard:
         cls = path.cls
         heappush(self._oldest[cls], (path.serial, path.id))
         heappush(self._newest[cls], (-path.serial, path.id))
+        self._found[cls] = None
         if len(self._newest[cls]) < self._most[cls] > len(self._oldest[cls]):
             return
         for heap in (self._oldest[cls], self._newest[cls]):
@@ -294,21 +297,34 @@ class Hazard:
         either end. The newest lets a full level refuse what has just come, whose owner needs a
         while to come back, rather than evict what is about to be used.
         """
-        best: Path | None = None
-        least = (0.0, 0)
-        for cls in range(NUM_CLASSES):
-            oldest = self._oldest[cls]
-            if not oldest:
-                continue
-            path = self._first(oldest, cls)
-            if path is None:
-                self._newest[cls].clear()
-                continue
-            for each in (path, self._first(self._newest[cls], cls) or path):
-                rank = self._rank(each, cls)
-                if best is None or rank < least:
-                    best, least = each, rank
-        return best
+        index, now_s = self._index(), self._now_s
+        best: _Found | None = None
+        for cls in list(self._found):
+            found = self._found[cls]
+            if (
+                found is None
+                or found.oldest.cls != cls
+                or found.newest.cls != cls
+                or now_s >= found.until_s
+                or found.row is not index[cls]
+            ):
+                found = self._look(cls, index[cls])
+                if found is None:
+                    continue
+            if best is None or found.rank < best.rank:
+                best = found
+        return None if best is None else best.path
+
+    def _look(self, cls: int, row: list[float]) -> _Found | None:
+        """The candidates of a class, and the worse of them; None if it has none."""
+        oldest = self._first(self._oldest[cls], cls)
+        if oldest is None:
+            self._newest[cls].clear()
+            del self._found[cls]
+            return None
+        newest = self._first(self._newest[cls], cls) or oldest
+        self._found[cls] = found = _Found(oldest, newest, row, self._now_s)
+        return found
 
     def _first(self, heap: list[tuple[int, int]], cls: int) -> Path | None:
         """The first of a heap that still is where it was when it came."""
@@ -327,9 +343,30 @@ class Hazard:
         """Whether too little is known, or time stands still: then the longest unused goes first."""
         return self.known.curves.num_waits < _MIN_WAITS or self.known.is_stopped
 
+    def _index(self) -> list[list[float]]:
+        return _NONE_LEARNED if self.is_acting_as_lru else self.known.curves.index
+
     def _rank(self, path: Path, cls: int) -> tuple[float, int]:
         """The least goes first."""
-        if self.is_acting_as_lru:
-            return 0.0, path.serial
-        age_s = self._now_s - path.used_s
-        return self.known.curves.index[cls][bucket_of(age_s)], path.serial
+        return self._index()[cls][bucket_of(self._now_s - path.used_s)], path.serial
+
+
+class _Found:
+    """The candidates of a class, so that they need not be looked for each time."""
+
+    __slots__ = ("newest", "oldest", "path", "rank", "row", "until_s")
+
+    def __init__(self, oldest: Path, newest: Path, row: list[float], now_s: float) -> None:
+        self.oldest, self.newest = oldest, newest
+        self.row = row
+        self.path = oldest
+        bucket = bucket_of(now_s - oldest.used_s)
+        self.rank = row[bucket], oldest.serial
+        self.until_s = oldest.used_s + ENDS_S[bucket]
+        """Until then they are worth the same."""
+        if newest is not oldest:
+            bucket = bucket_of(now_s - newest.used_s)
+            self.until_s = min(self.until_s, newest.used_s + ENDS_S[bucket])
+            rank = row[bucket], newest.serial
+            if rank < self.rank:
+                self.rank, self.path = rank, newest

@@ -7,12 +7,12 @@ prefix is still resident: to evict early does not make reuse look rarer than it 
 
 from __future__ import annotations
 
-from math import log
+from math import inf, log
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NUM_AT_ONCE", "NUM_BUCKETS", "ReuseCurves", "bucket_of"]
+__all__ = ["ENDS_S", "NUM_AT_ONCE", "NUM_BUCKETS", "ReuseCurves", "bucket_of"]
 
 _RATIO = 1.3
 NUM_BUCKETS = 64
@@ -21,6 +21,8 @@ NUM_AT_ONCE = 8
 """Classes of which one call works out the index."""
 _EDGES = np.concatenate([[0.0], _RATIO ** np.arange(NUM_BUCKETS)])
 _WIDTHS = np.diff(_EDGES)
+ENDS_S = (*_EDGES[1:-1].tolist(), inf)
+"""Where each bucket ends."""
 _PER_LOG = 1 / log(_RATIO)
 _POOLED_WEIGHT = 8.0
 """Bucket-widths of watching that the pooled curve gives to its prior: the hazard falls as 1/age."""
