@@ -18,7 +18,7 @@ from itertools import compress, count
 from undercroft.errors import Bug, ConfigError
 from undercroft.keys import ChunkKey
 from undercroft.policies.key_queue import KeyQueue
-from undercroft.policies.known_prefixes import NUM_CLASSES, KnownPrefixes
+from undercroft.policies.known_prefixes import NUM_CLASSES, KnownPrefixes, Seen
 from undercroft.policies.rehearsal import rehearse
 from undercroft.policies.request_paths import Path, Paths
 from undercroft.policies.reuse_curves import ENDS_S, NUM_BUCKETS, bucket_of
@@ -105,18 +105,23 @@ class Hazard:
         self._take_back(seen.now_s - _ASIDE_S)
         if not seen.keys:
             return
-        if self._num_strays:
-            for at in self._paths.absent(seen):
-                self._adopt(seen.keys[at], int(seen.rows[at]))
+        adopted = self._adopt(seen) if self._num_strays else []
         self._current = path = self._paths.add(seen)
         self._at = len(path.keys) - 1
+        for at in adopted:
+            if at > self._at:
+                self._paths.give_up(int(seen.rows[at]))
+                self._strays.push(seen.keys[at])
+                self._num_strays += 1
 
-    def _adopt(self, key: ChunkKey, row: int) -> None:
-        """Make a stray part of its path, if it is one."""
-        if key in self._strays:
-            self._strays.remove(key)
-            self._num_strays -= 1
-            self._paths.adopt(row)
+    def _adopt(self, seen: Seen) -> list[int]:
+        """Make the strays of a request part of its path; their positions."""
+        strays = [at for at in self._paths.absent(seen) if seen.keys[at] in self._strays]
+        for at in strays:
+            self._strays.remove(seen.keys[at])
+            self._paths.adopt(int(seen.rows[at]))
+        self._num_strays -= len(strays)
+        return strays
 
     # --- chunks -------------------------------------------------------------------------------
 

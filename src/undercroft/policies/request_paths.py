@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,6 +118,10 @@ class Paths:
         """The chunk of `row` is resident, in no path yet; the next `add` takes it."""
         self._owner_of[row] = _ADOPTED
 
+    def give_up(self, row: int) -> None:
+        """The chunk of `row` was not taken by that `add`: it is in no path for good."""
+        self._owner_of[row] = _ABSENT
+
     def add(self, seen: Seen) -> Path:
         """The path of a request; it takes over what is resident, and awaits what is not."""
         if self._free:
@@ -133,15 +138,16 @@ class Paths:
         if num_true < len(rows):
             path.rows, path.keys = rows[:num_true], path.keys[:num_true]
             rows, owner = path.rows, owner[:num_true]
-            runs = [(start, min(stop, num_true), old) for start, stop, old in runs if start < num_true]
+            runs = [(at, min(stop, num_true), old) for at, stop, old in runs if at < num_true]
         resident = owner >= 0
+        is_any = bool(resident.any())
         # First of all: what is emptied below must be found as the owner of nothing.
-        self._owner[rows] = np.where(resident, path.id, -2 - path.id)
+        self._owner[rows] = np.where(resident, path.id, -2 - path.id) if is_any else -2 - path.id
         self._take_over(rows, runs)
         self._depth[rows] = np.arange(len(rows))
         path.branches = self._hanging[rows].nonzero()[0].tolist()
-        path.num = int(np.count_nonzero(resident))
-        if path.num:
+        if is_any:
+            path.num = int(resident.sum())
             path.hi = len(rows)
             if not resident[-1]:
                 path.hi = int(np.flatnonzero(resident)[-1]) + 1
@@ -264,11 +270,18 @@ class Paths:
         self._owner_of[int(path.rows[at])] = -2 - path.id if path.is_young else _ABSENT
         self._left(path, 1, at)
 
-    def leave_all(self, path: Path, places: NDArray[np.int64]) -> None:
+    def leave_all(self, path: Path, places: Sequence[int]) -> None:
         """The same of many, the deepest resident one first."""
-        self._owner[path.rows[places]] = -2 - path.id if path.is_young else _ABSENT
-        path.hi = int(places[-1]) + 1
-        self._left(path, len(places), path.hi - 1)
+        at = places[-1]
+        if len(places) == 1:
+            self.leave(path, at)
+            return
+        rows = path.rows[at : path.hi]
+        if len(places) < len(rows):
+            rows = path.rows[list(places)]
+        self._owner[rows] = -2 - path.id if path.is_young else _ABSENT
+        path.hi = at + 1
+        self._left(path, len(places), at)
 
     def _left(self, path: Path, num: int, at: int) -> None:
         path.num -= num
@@ -320,16 +333,21 @@ class Paths:
             return int(own[-1]) + 1 if len(own) else 0
         return hi
 
-    def end(self, path: Path, num: int) -> tuple[NDArray[np.int64], list[ChunkKey]]:
+    def end(self, path: Path, num: int) -> tuple[Sequence[int], list[ChunkKey]]:
         """Positions and keys of up to `num` chunks at the end of a settled path, deepest first.
 
         Not below its floor; and at least one.
         """
+        if num == 1:
+            return [path.hi - 1], [path.keys[path.hi - 1]]
         lowest = max(path.floor, path.hi - num)
+        keys: list[ChunkKey] = path.keys[lowest : path.hi][::-1].tolist()
+        places = range(path.hi - 1, lowest - 1, -1)
         is_own = self._owner[path.rows[lowest : path.hi]] == path.id
-        places = (lowest + np.flatnonzero(is_own))[::-1]
-        keys: list[ChunkKey] = path.keys[places].tolist()
-        return places, keys
+        if is_own.all():
+            return places, keys
+        own = is_own[::-1].tolist()
+        return list(compress(places, own)), list(compress(keys, own))
 
     def chunks(self, path: Path, hi: int, floor: int) -> Iterator[ChunkKey]:
         """The resident ones of a stretch, deepest first."""
@@ -349,4 +367,4 @@ def _runs(owner: NDArray[np.int32]) -> list[tuple[int, int, int]]:
         return []
     cuts = ((owner[1:] != owner[:-1]).nonzero()[0] + 1).tolist()
     starts = [0, *cuts]
-    return list(zip(starts, [*cuts, len(owner)], owner[starts].tolist(), strict=True))
+    return [(at, stop, owner.item(at)) for at, stop in zip(starts, [*cuts, len(owner)], strict=True)]
