@@ -5,8 +5,8 @@ then what was stored is inserted, deepest first; room is made before it is store
 of requests, but of each chunk that they hit. Around it, the manager that vLLM's scheduler calls:
 whole requests of a trace, their hits loaded, the rest stored, at the trace's own times.
 
-Every measurement is a process of its own; times are the thread's own. Ratios above 1: `hazard` costs
-less. To cost twice what LRU costs is a ratio of 0.5.
+Every measurement is a process of its own; times are the thread's own. Ratios above 1: `hazard` is
+the cheaper one. To cost twice what LRU costs is a ratio of 0.5.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from harness import AGAIN, Goal, Options, Row, Side
-
 from cases.policies import make_keys
+from harness import AGAIN, Goal, Options, Row, Side
 
 LENGTHS = (8, 64, 512)
 TRACES = Path(__file__).parents[2] / "examples" / "data" / "traces"
@@ -35,7 +34,7 @@ MIXES = {
     "agents": ("weka_claude_code_A.jsonl.gz", 0.02, 600),
     "chat": ("mooncake_conversation_first60pct.jsonl.gz", 0.02, 3000),
 }
-"""A trace, the share of its blocks that there is room for, and requests to measure after as many."""
+"""A trace, the share of its blocks there is room for, and requests to measure after as many."""
 GAP_S = 0.5
 
 
@@ -130,10 +129,9 @@ def _typical(calls_ns: Sequence[int]) -> float:
 
 def measure_mix(name: str, trace_name: str) -> dict[str, float]:
     """Seconds a key of whole requests, everything that vLLM's scheduler calls taken together."""
+    from cases.scheduler import Ours
     from undercroft.sim.moment import Moment
     from undercroft.traces import load
-
-    from cases.scheduler import Ours
 
     file, share, num_requests = MIXES[trace_name]
     trace = load(TRACES / file)
@@ -200,17 +198,17 @@ class HazardCase:
     def rows(self, options: Options) -> Sequence[Row]:
         del options
         goal = [Goal(least=0.5)]
-        rows = []
-        for length in LENGTHS:
-            for what, label in (("hit", "used again"), ("new", "new, at a full level")):
-                rows.append(_row(f"policy alone: {label}, {length} a request", f"{what} {length}"))
-        for trace in MIXES:
-            rows.append(_row(f"scheduler in all: {trace}", f"mix {trace}", goal))
-        for length in LENGTHS:
-            rows.append(_worst(f"policy alone: longest call, {length} keys", f"worst {length}"))
-        for trace in MIXES:
-            rows.append(_worst(f"scheduler: longest call, {trace}", f"mix worst {trace}"))
-        return rows
+        keys = (("hit", "used again"), ("new", "new, at a full level"))
+        return [
+            *(
+                _row(f"policy alone: {label}, {length} a request", f"{what} {length}")
+                for length in LENGTHS
+                for what, label in keys
+            ),
+            *(_row(f"scheduler in all: {trace}", f"mix {trace}", goal) for trace in MIXES),
+            *(_worst(f"policy alone: longest call, {n} keys", f"worst {n}") for n in LENGTHS),
+            *(_worst(f"scheduler: longest call, {trace}", f"mix worst {trace}") for trace in MIXES),
+        ]
 
     @contextlib.contextmanager
     def sides(self, options: Options) -> Iterator[Mapping[str, Side]]:

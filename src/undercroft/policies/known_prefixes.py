@@ -173,18 +173,7 @@ class KnownPrefixes:
         state = _NEXT_STATE.take(sights)
         state += first_class << _CLS_SHIFT
         state[-_NUM_NEAR_END:] |= _NEAR_END
-        voted: set[int] = set()
-        for i, start in enumerate(starts):
-            if classes[i] in voted:
-                continue
-            voted.add(classes[i])
-            stop = starts[i + 1] if i + 1 < len(starts) else num
-            at = start + int(self._random.random() * (stop - start))
-            state[at] |= _TRACKED
-            slot = self._num_opened % _MAX_OPEN
-            self._open_rows[slot] = rows[at]
-            self._open_since[slot] = now
-            self._num_opened += 1
+        self._watch(state, rows, starts, classes, now)
         self._state[rows] = state
         self._used[rows] = now
         if self.serial % _LEARN_EVERY == 0:
@@ -192,6 +181,28 @@ class KnownPrefixes:
         else:
             self.curves.go_on()
         return Seen(self.serial, now_s, keys, rows, starts, classes)
+
+    def _watch(
+        self,
+        state: NDArray[np.uint16],
+        rows: NDArray[np.int64],
+        starts: Sequence[int],
+        classes: Sequence[int],
+        now: int,
+    ) -> None:
+        """Of each class of a request, watch how long one prefix waits."""
+        voted: set[int] = set()
+        for i, start in enumerate(starts):
+            if classes[i] in voted:
+                continue
+            voted.add(classes[i])
+            stop = starts[i + 1] if i + 1 < len(starts) else len(rows)
+            at = start + int(self._random.random() * (stop - start))
+            state[at] |= _TRACKED
+            slot = self._num_opened % _MAX_OPEN
+            self._open_rows[slot] = rows[at]
+            self._open_since[slot] = now
+            self._num_opened += 1
 
     def _rows(self, prints: NDArray[np.uint64], now: int) -> tuple[NDArray[np.int64], int]:
         """A row for each, and the number up to the deepest that was known.
@@ -238,7 +249,7 @@ class KnownPrefixes:
         for at in absent.tolist():
             row = self._spare_row(int(sets[at]) * _WAYS, mine)
             if row < 0:
-                return at
+                return int(at)
             mine.add(row)
             rows[at] = row
         return len(rows)

@@ -164,7 +164,9 @@ class Paths:
         """
         for start, stop, old_id in runs:
             old = self.get(old_id)
-            is_same = old.keys[self._depth[path.rows[start:stop]] - old.cut] == path.keys[start:stop]
+            is_same = (
+                old.keys[self._depth[path.rows[start:stop]] - old.cut] == path.keys[start:stop]
+            )
             if not is_same.all():
                 return start + int(np.argmin(is_same))
         return len(path.rows)
@@ -367,4 +369,6 @@ def _runs(owner: NDArray[np.int32]) -> list[tuple[int, int, int]]:
         return []
     cuts = ((owner[1:] != owner[:-1]).nonzero()[0] + 1).tolist()
     starts = [0, *cuts]
-    return [(at, stop, owner.item(at)) for at, stop in zip(starts, [*cuts, len(owner)], strict=True)]
+    return [
+        (at, stop, owner.item(at)) for at, stop in zip(starts, [*cuts, len(owner)], strict=True)
+    ]

@@ -96,7 +96,7 @@ class ReuseCurves:
         num = min(NUM_BUCKETS, bucket_of(_SPAN_MARGIN * span_s) + 1)
         pooled = self._pooled(self.ended.sum(axis=0), exposure_s.sum(axis=0))
         weight = _CLASS_WEIGHT * _WIDTHS
-        seen = passed.any(axis=1).nonzero()[0]
+        seen = np.flatnonzero(passed.any(axis=1))
         hazard = (self.ended[seen] + weight * pooled) / (exposure_s[seen] + weight)
         self._left, self._hazard = seen.tolist(), hazard[:, :num]
         # A class of which nothing was seen is worth what the pool is.
