@@ -162,7 +162,7 @@ class BesideTheModel(RuleBasedStateMachine):
         keys = [ChunkKey(b"k" + bytes(path[: at + 1])) for at in range(len(path))]
         self.now_s += gap_s
         self.policy.on_request(keys, self.now_s, kind)
-        self.model.request(keys, self.policy.known._elapsed_s, kind)  # noqa: SLF001 - its own time
+        self.model.request(keys, self.policy.known._elapsed_s, kind)
         absent = [key for key in reversed(keys) if key not in self.policy]
         assert absent == [key for key in reversed(keys) if key not in self.residents()]
         if many:
@@ -188,7 +188,7 @@ class BesideTheModel(RuleBasedStateMachine):
         key = ChunkKey(b"s%d" % name)
         self.now_s += gap_s
         self.policy.on_request([key], self.now_s, 0)
-        self.model.request([key], self.policy.known._elapsed_s, 0)  # noqa: SLF001 - its own time
+        self.model.request([key], self.policy.known._elapsed_s, 0)
         assert (key in self.policy) == (key in self.residents())
 
     @rule(num_keys=st.integers(0, 30), kept_share=st.sampled_from([0.0, 0.0, 0.1, 0.4]))
