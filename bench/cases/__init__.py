@@ -7,6 +7,7 @@ from cases.disk import Disk
 from cases.engine import EngineCase
 from cases.engine_step import EngineStep
 from cases.first_token import FirstToken
+from cases.hazard import HazardCase
 from cases.policies import Policies
 from cases.record import Record
 from cases.reopen import Reopen
@@ -21,6 +22,7 @@ CASES: tuple[Case, ...] = (
     Step(),
     Policies(),
     Simulator(),
+    HazardCase(),
     Record(),
     Disk(),
     Reopen(),

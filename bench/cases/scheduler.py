@@ -89,7 +89,7 @@ class Managed:
 class Ours(Managed):
     """The manager that `UndercroftConnector` makes."""
 
-    def __init__(self, chunks: int, policy: str) -> None:
+    def __init__(self, chunks: int, policy: str, clock: Any = None) -> None:
         from undercroft.clock import SystemClock
         from undercroft.engines.vllm.connected import ConnectedManager
         from undercroft.engines.vllm.tally import Tally
@@ -104,7 +104,7 @@ class Ours(Managed):
         total = chunks * 4096
         slots = Slots(total, [4096])
         slots.set_ready_bytes(total)
-        counters, clock = Counters(), SystemClock()
+        counters, clock = Counters(), clock or SystemClock()
         hierarchy = Hierarchy(
             lambda on_evict: Pool(
                 slots, make_policy=find("policies", policy), class_of=lambda _: 0, on_evict=on_evict

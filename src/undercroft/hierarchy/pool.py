@@ -12,7 +12,7 @@ from undercroft.admission.base import Admission, Observing
 from undercroft.hierarchy.slots import Slots, SlotState
 from undercroft.key_table import SHARD_SHIFT, KeyTable
 from undercroft.keys import ChunkKey
-from undercroft.policies.base import Evicting, EvictionPolicy, InRuns, Learning
+from undercroft.policies.base import Evicting, EvictionPolicy, InRuns, InsertingMany, Learning
 
 __all__ = ["Pool"]
 
@@ -73,6 +73,8 @@ class Pool:
         self.learns = any(self._learning)
         """Whether a policy wants to be told of requests."""
         self._evicting = [each if isinstance(each, Evicting) else None for each in self._policies]
+        first = self._policies[0]
+        self._inserting_many = first if isinstance(first, InsertingMany) else None
         self._in_runs = [each if isinstance(each, InRuns) else None for each in self._policies]
 
     def find(self, key: ChunkKey) -> int:
@@ -206,6 +208,9 @@ class Pool:
             keys, slots = [keys[i] for i in listed], [slots[i] for i in listed]
         self.slots.make_ready(slots)
         if not self._many:
+            if self._inserting_many is not None:
+                self._inserting_many.on_insert_all(keys)
+                return
             on_insert = policies[0].on_insert
             for key in keys:
                 on_insert(key)
@@ -306,8 +311,10 @@ class Pool:
 
     def _let_evict(self, policy: Evicting, count: int, keep: Container[ChunkKey]) -> list[int]:
         """The same, of a policy that does it by itself."""
-        find, pins, shards = self.table.get, self.slots.pins, self.table.shards
-        victims = policy.evict(count, lambda key: pins[find(key)] > 0 or key in keep)
+        pins, shards = self.slots.pins, self.table.shards
+        victims = policy.evict(
+            count, lambda key: pins[shards[hash(key) >> SHARD_SHIFT][key]] > 0 or key in keep
+        )
         freed = [shards[hash(key) >> SHARD_SHIFT].pop(key) for key in victims]
         if victims:
             self._on_evict(victims)

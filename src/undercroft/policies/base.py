@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from undercroft.keys import ChunkKey
 
-__all__ = ["Evicting", "EvictionPolicy", "InRuns", "Learning"]
+__all__ = ["Evicting", "EvictionPolicy", "InRuns", "InsertingMany", "Learning"]
 
 
 class EvictionPolicy(Protocol):
@@ -79,6 +79,15 @@ class Learning(Protocol):
             kind: How the request ended, as far as the engine tells: bit 0 = it ended the turn,
                 bit 1 = a sub-agent's call.
         """
+        ...
+
+
+@runtime_checkable
+class InsertingMany(Protocol):
+    """A policy to which many chunks at once cost less than one by one."""
+
+    def on_insert_all(self, keys: Sequence[ChunkKey]) -> None:
+        """The same as `on_insert` of each of `keys`, in this order."""
         ...
 
 

@@ -12,25 +12,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from heapq import heappop, heappush
-from itertools import islice
+from heapq import heapify, heappop, heappush
+from itertools import compress, count
 
 from undercroft.errors import Bug, ConfigError
-from undercroft.key_table import SHARD_SHIFT, KeyTable
 from undercroft.keys import ChunkKey
 from undercroft.policies.key_queue import KeyQueue
 from undercroft.policies.known_prefixes import NUM_CLASSES, KnownPrefixes, Seen
 from undercroft.policies.rehearsal import rehearse
 from undercroft.policies.request_paths import Path, Paths
-from undercroft.policies.reuse_curves import bucket_of
+from undercroft.policies.reuse_curves import ENDS_S, NUM_BUCKETS, bucket_of
 
 __all__ = ["Hazard"]
 
 _MIN_WAITS = 300
 """Finished waits before what was learned is trusted."""
+_NONE_LEARNED = [[0.0] * NUM_BUCKETS] * NUM_CLASSES
 _MAX_LOOKS = 512
 _MAX_TAKEN_BACK = 64
+_FEW = 4
+"""So few chunks come quicker one by one than all at once."""
 _ASIDE_S = 1.0
+_MIN_ENTRIES = 256
+"""Candidates of a class, gone ones among them, before those are sorted out."""
 
 
 class Hazard:
@@ -43,7 +47,7 @@ class Hazard:
     Raises:
         ConfigError: `capacity_chunks` is not positive.
 
-    Memory: see `KnownPrefixes` and `Paths`, and 70-110 bytes a resident beyond its key.
+    Memory: see `KnownPrefixes` and `Paths`; nothing else for each chunk.
     Threads: one.
     """
 
@@ -59,20 +63,35 @@ class Hazard:
         self.known = known
         self._paths = Paths(known.num_rows)
         known.in_use.append(self._paths.are_needed)
-        self._shards = KeyTable().shards
         # Chunks that no request has told of: newly read from a lower level, found at the start.
         self._strays = KeyQueue()
         self._num_strays = 0
         self._current: Path | None = None
-        self._awaited: dict[ChunkKey, int] = {}
+        self._at = -1  # where in it the next chunk is expected: they come deepest first
         self._now_s = 0.0
         self._oldest: list[list[tuple[int, int]]] = [[] for _ in range(NUM_CLASSES)]
         self._newest: list[list[tuple[int, int]]] = [[] for _ in range(NUM_CLASSES)]
+        self._most = [_MIN_ENTRIES] * NUM_CLASSES
+        self._found: dict[int, _Found | None] = {}
         self._picked: Path | None = None
         self._aside: deque[Path] = deque()
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._shards[hash(key) >> SHARD_SHIFT] or key in self._strays
+        return self._find(key) is not None or key in self._strays
+
+    def _find(self, key: ChunkKey) -> tuple[Path, int] | None:
+        """The path and position of a resident chunk that is no stray."""
+        row = self.known.find(key)
+        place = self._paths.place(row, key) if row >= 0 else None
+        return place if place is not None and self._paths.holds(*place) else None
+
+    def _is_expected(self, key: ChunkKey) -> bool:
+        """Whether `key` is the next of the last request, from its deepest chunk up."""
+        path, at = self._current, self._at
+        if at < 0 or path is None or path.keys[at] != key:
+            return False
+        self._at = at - 1
+        return True
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -86,64 +105,82 @@ class Hazard:
         self._take_back(seen.now_s - _ASIDE_S)
         if not seen.keys:
             return
-        absent = self._paths.absent(seen)
-        if absent and self._num_strays:
-            absent = [at for at in absent if not self._adopt(seen, at)]
-        keys = seen.keys
-        self._awaited = {keys[at]: at for at in absent}
-        self._current = self._paths.add(seen)
+        adopted = self._adopt(seen) if self._num_strays else []
+        self._current = path = self._paths.add(seen)
+        self._at = len(path.keys) - 1
+        for at in adopted:
+            if at > self._at:
+                self._paths.give_up(int(seen.rows[at]))
+                self._strays.push(seen.keys[at])
+                self._num_strays += 1
 
-    def _adopt(self, seen: Seen, at: int) -> bool:
-        """Make a stray part of its path; whether it is one."""
-        key, row = seen.keys[at], int(seen.rows[at])
-        if key not in self._strays:
-            return False
-        self._strays.remove(key)
-        self._num_strays -= 1
-        self._shards[hash(key) >> SHARD_SHIFT][key] = row
-        self._paths.adopt(row)
-        return True
+    def _adopt(self, seen: Seen) -> list[int]:
+        """Make the strays of a request part of its path; their positions."""
+        strays = [at for at in self._paths.absent(seen) if seen.keys[at] in self._strays]
+        for at in strays:
+            self._strays.remove(seen.keys[at])
+            self._paths.adopt(int(seen.rows[at]))
+        self._num_strays -= len(strays)
+        return strays
 
     # --- chunks -------------------------------------------------------------------------------
 
     def on_insert(self, key: ChunkKey) -> None:
         """Part of the path of the last request that used it, or a stray."""
-        shard = self._shards[hash(key) >> SHARD_SHIFT]
-        if key in shard:
+        place = self._place(key)
+        if place is None:
+            self._strays.push(key)
+            self._num_strays += 1
+        elif self._paths.holds(*place):
             raise Bug(f"hazard: key {key.hex()} is resident already")
-        at = self._awaited.pop(key, -1)
-        path = self._current
-        if at >= 0 and path is not None:
-            row = int(path.rows[at])
         else:
-            row = self.known.find(key)
-            path = self._paths.path_awaiting(row) if row >= 0 else None
-            if path is None:
-                self._strays.push(key)
-                self._num_strays += 1
-                return
-            at = path.rows.tolist().index(row)
-        shard[key] = row
-        self._paths.come(path, row, at)
+            self._paths.come(*place)
+
+    def on_insert_all(self, keys: Sequence[ChunkKey]) -> None:
+        """See `InsertingMany`."""
+        keys = list(keys)
+        while keys:
+            expected, place = self._at, self._place(keys[0])
+            num = 0 if place is None else self._paths.awaited(*place, keys)
+            if num < _FEW or place is None:
+                self._at = expected
+                for key in keys[:_FEW]:
+                    self.on_insert(key)
+                del keys[:_FEW]
+                continue
+            self._paths.come(*place, num)
+            if place[0] is self._current:
+                self._at = place[1] - num
+            del keys[:num]
+
+    def _place(self, key: ChunkKey) -> tuple[Path, int] | None:
+        """The path and position where `key` is, or is awaited."""
+        if self._is_expected(key) and self._current is not None:
+            return self._current, self._at + 1
+        row = self.known.find(key)
+        return self._paths.place(row, key) if row >= 0 else None
 
     def on_hit(self, key: ChunkKey) -> None:
         """Uses are told of by `on_request`. Another's means: leave it alone for a while."""
-        row = self._shards[hash(key) >> SHARD_SHIFT].get(key, -1)
-        if row < 0:
+        place = self._place(key)
+        if place is None or not self._paths.holds(*place):
             self._strays.pull(key)
             return
-        current = self._current
-        if current is not None and self._paths.is_of(current, row):
-            return
-        path = self._paths.owner(row)
-        if path.cls >= 0 and path.rows[path.hi - 1] == row:
+        path, at = place
+        if path is not self._current and path.cls >= 0 and at == path.hi - 1:
             self._set_aside(path)
 
     def on_evict(self, key: ChunkKey) -> None:
         """What is known of it stays."""
-        row = self._shards[hash(key) >> SHARD_SHIFT].pop(key, -1)
-        if row >= 0:
-            self._paths.leave(row)
+        path = self._picked
+        if path is not None and path.hi and path.keys[path.hi - 1] == key:
+            at = path.hi - 1  # the first of `victims`
+            if self._paths.holds(path, at):
+                self._paths.leave(path, at)
+                return
+        place = self._find(key)
+        if place is not None:
+            self._paths.leave(*place)
         else:
             self._strays.remove(key)
             self._num_strays -= 1
@@ -173,14 +210,14 @@ class Hazard:
             path = self._coldest()
             if path is None:
                 break
-            chunks = self._paths.chunks(path, path.hi, path.floor)
-            for key in list(islice(chunks, num_keys - len(evicted))):
-                if is_kept(key):
-                    self._set_aside(path)
-                    num_looks += 1
-                    break
-                self.on_evict(key)
-                evicted.append(key)
+            places, keys = self._paths.end(path, num_keys - len(evicted))
+            num = next(compress(count(), map(is_kept, keys)), len(keys))
+            if num:
+                self._paths.leave_all(path, places[:num])
+                evicted += keys[:num]
+            if num < len(keys):
+                self._set_aside(path)
+                num_looks += 1
         if len(evicted) < num_keys and num_looks < _MAX_LOOKS:
             self._evict_above(evicted, num_keys, is_kept)
         return evicted
@@ -240,11 +277,23 @@ class Hazard:
                 if each.cls < 0 and each.num and not each.is_aside:
                     self._paths.settle(each)
                     if each.cls >= 0:
-                        heappush(self._oldest[each.cls], (each.serial, each.id))
-                        heappush(self._newest[each.cls], (-each.serial, each.id))
+                        self._enter(each)
             unsettled.clear()
         self._picked = path = self._choose()
         return path
+
+    def _enter(self, path: Path) -> None:
+        """Make a path a candidate of its class."""
+        cls = path.cls
+        heappush(self._oldest[cls], (path.serial, path.id))
+        heappush(self._newest[cls], (-path.serial, path.id))
+        self._found[cls] = None
+        if len(self._newest[cls]) < self._most[cls] > len(self._oldest[cls]):
+            return
+        for heap in (self._oldest[cls], self._newest[cls]):
+            heap[:] = [entry for entry in heap if self._is_there(entry, cls)]
+            heapify(heap)
+        self._most[cls] = max(_MIN_ENTRIES, 2 * len(self._oldest[cls]), 2 * len(self._newest[cls]))
 
     def _choose(self) -> Path | None:
         """Of each class, the longest unused and the newest path are candidates.
@@ -253,40 +302,76 @@ class Hazard:
         either end. The newest lets a full level refuse what has just come, whose owner needs a
         while to come back, rather than evict what is about to be used.
         """
-        best: Path | None = None
-        least = (0.0, 0)
-        for cls in range(NUM_CLASSES):
-            oldest = self._oldest[cls]
-            if not oldest:
-                continue
-            path = self._first(oldest, cls)
-            if path is None:
-                self._newest[cls].clear()
-                continue
-            for each in (path, self._first(self._newest[cls], cls) or path):
-                rank = self._rank(each, cls)
-                if best is None or rank < least:
-                    best, least = each, rank
-        return best
+        index, now_s = self._index(), self._now_s
+        best: _Found | None = None
+        for cls in list(self._found):
+            found = self._found[cls]
+            if (
+                found is None
+                or found.oldest.cls != cls
+                or found.newest.cls != cls
+                or now_s >= found.until_s
+                or found.row is not index[cls]
+            ):
+                found = self._look(cls, index[cls])
+                if found is None:
+                    continue
+            if best is None or found.rank < best.rank:
+                best = found
+        return None if best is None else best.path
+
+    def _look(self, cls: int, row: list[float]) -> _Found | None:
+        """The candidates of a class, and the worse of them; None if it has none."""
+        oldest = self._first(self._oldest[cls], cls)
+        if oldest is None:
+            self._newest[cls].clear()
+            del self._found[cls]
+            return None
+        newest = self._first(self._newest[cls], cls) or oldest
+        self._found[cls] = found = _Found(oldest, newest, row, self._now_s)
+        return found
 
     def _first(self, heap: list[tuple[int, int]], cls: int) -> Path | None:
         """The first of a heap that still is where it was when it came."""
         while heap:
-            serial, path_id = heap[0]
-            path = self._paths.find(path_id)
-            if path is not None and path.cls == cls and path.serial == abs(serial):
-                return path
+            if self._is_there(heap[0], cls):
+                return self._paths.get(heap[0][1])
             heappop(heap)
         return None
+
+    def _is_there(self, entry: tuple[int, int], cls: int) -> bool:
+        path = self._paths.find(entry[1])
+        return path is not None and path.cls == cls and path.serial == abs(entry[0])
 
     @property
     def is_acting_as_lru(self) -> bool:
         """Whether too little is known, or time stands still: then the longest unused goes first."""
         return self.known.curves.num_waits < _MIN_WAITS or self.known.is_stopped
 
+    def _index(self) -> list[list[float]]:
+        return _NONE_LEARNED if self.is_acting_as_lru else self.known.curves.index
+
     def _rank(self, path: Path, cls: int) -> tuple[float, int]:
         """The least goes first."""
-        if self.is_acting_as_lru:
-            return 0.0, path.serial
-        age_s = self._now_s - path.used_s
-        return self.known.curves.index[cls][bucket_of(age_s)], path.serial
+        return self._index()[cls][bucket_of(self._now_s - path.used_s)], path.serial
+
+
+class _Found:
+    """The candidates of a class, so that they need not be looked for each time."""
+
+    __slots__ = ("newest", "oldest", "path", "rank", "row", "until_s")
+
+    def __init__(self, oldest: Path, newest: Path, row: list[float], now_s: float) -> None:
+        self.oldest, self.newest = oldest, newest
+        self.row = row
+        self.path = oldest
+        bucket = bucket_of(now_s - oldest.used_s)
+        self.rank = row[bucket], oldest.serial
+        self.until_s = oldest.used_s + ENDS_S[bucket]
+        """Until then they are worth the same."""
+        if newest is not oldest:
+            bucket = bucket_of(now_s - newest.used_s)
+            self.until_s = min(self.until_s, newest.used_s + ENDS_S[bucket])
+            rank = row[bucket], newest.serial
+            if rank < self.rank:
+                self.rank, self.path = rank, newest

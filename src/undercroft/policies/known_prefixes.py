@@ -35,9 +35,12 @@ _NUM_GAPS, _NUM_KINDS, _NUM_SIGHTS = 4, 4, 4
 NUM_CLASSES = 2 * _NUM_GAPS * _NUM_KINDS * _NUM_SIGHTS
 """Whether the request continued another; how long what it continued had waited; how it ended; and
 how often the prefix has been seen: once, twice, up to 5 times, more often."""
-_SIGHTS_CLASS = np.zeros(_MAX_SIGHTS + 1, dtype=np.uint16)
-for _least, _class in ((2, 1), (3, 2), (6, 3)):
-    _SIGHTS_CLASS[_least:] = _class
+_NEXT_SIGHTS = np.minimum(np.arange(_MAX_SIGHTS + 1) + 1, _MAX_SIGHTS)
+_NEXT_CLASS = np.searchsorted((2, 3, 6), _NEXT_SIGHTS, side="right")
+_NEXT_STATE = ((_NEXT_SIGHTS << _SIGHTS_SHIFT) | (_NEXT_CLASS << _CLS_SHIFT)).astype(np.uint16)
+"""By how often a prefix was seen before: what one use more makes of it, other classes left out."""
+_FEW = 12
+"""To give so few prefixes their rows one by one is quicker than all at once."""
 _MAX_OPEN = 1 << 14
 _LEARN_EVERY = 256
 _MAX_RECENT = 64
@@ -74,7 +77,7 @@ class KnownPrefixes:
     Attributes:
         is_stopped: The clock has not moved for hundreds of requests: ages mean nothing.
 
-    Threads: one. Memory: 14 bytes a row, committed as rows come into use.
+    Threads: one. Memory: 14 bytes a row, all of it taken at once.
     """
 
     def __init__(self, max_prefixes: int, seed: int = 0) -> None:
@@ -86,9 +89,11 @@ class KnownPrefixes:
         self._prints = np.zeros(self.num_rows, dtype=np.uint64)
         self._sets = self._prints.reshape(num_sets, _WAYS)
         self._used = np.zeros(self.num_rows, dtype=np.int32)
+        self._used_sets = self._used.reshape(num_sets, _WAYS)
         self._state = np.zeros(self.num_rows, dtype=np.uint16)
+        for column in (self._prints, self._used, self._state):
+            column.fill(0)  # the scheduler's thread pays for no page when it comes to it
         self._prints_view, self._used_view = self._prints.data, self._used.data
-        self._state_view = self._state.data
         self._random = Random(seed)  # noqa: S311 - repeatable on purpose
         self.curves = ReuseCurves(NUM_CLASSES)
         self._open_rows = np.zeros(_MAX_OPEN, dtype=np.int32)
@@ -126,8 +131,6 @@ class KnownPrefixes:
         told_at_s, told, seen = self._recent.get(keys[-1], (now_s, 0, None))
         if seen is not None and told == number and told_at_s == now_s:
             return seen
-        if len(set(keys)) < number:
-            keys = list(dict.fromkeys(keys))
         # A clock that is set back, or stands, makes no age negative.
         if self._last_s is not None:
             self._elapsed_s += max(0.0, now_s - self._last_s)
@@ -142,9 +145,13 @@ class KnownPrefixes:
         now_s = self._elapsed_s
         now = min(_INT32_MAX - 1, int(now_s * _TICKS) + 1)
         self.serial += 1
+        each = list(map(xxh3_64_intdigest, keys))
+        if len(set(each)) < len(each):
+            first = dict(zip(reversed(each), reversed(keys), strict=True))
+            each = list(dict.fromkeys(each))
+            keys = [first[print_] for print_ in each]
         num = len(keys)
-        prints = np.fromiter(map(xxh3_64_intdigest, keys), np.uint64, num)
-        rows, num_known = self._rows(prints, now)
+        rows, num_known = self._rows(np.array(each, np.uint64), now)
         if len(rows) < num:
             keys, num = keys[: len(rows)], len(rows)
             if not num:
@@ -155,33 +162,47 @@ class KnownPrefixes:
         if num_known:
             continuing = int(state[num_known - 1]) & _NEAR_END
             gap = bisect_right(_GAPS_S, (now - int(used[num_known - 1])) / _TICKS)
-        for i in np.flatnonzero(state & _TRACKED).tolist():
+        for i in (state & _TRACKED).nonzero()[0].tolist():
             age_s = (now - int(used[i])) / _TICKS
             self.curves.finish(int(state[i]) >> _CLS_SHIFT & (NUM_CLASSES - 1), age_s)
-        sights = np.minimum(state >> _SIGHTS_SHIFT, _MAX_SIGHTS - 1) + 1
-        by_sights = _SIGHTS_CLASS[sights]
+        sights = state >> _SIGHTS_SHIFT
+        by_sights = _NEXT_CLASS.take(sights)
         first_class = ((continuing * _NUM_GAPS + gap) * _NUM_KINDS + kind) * _NUM_SIGHTS
-        starts = [0, *(np.flatnonzero(by_sights[1:] != by_sights[:-1]) + 1).tolist()]
+        starts = [0, *((by_sights[1:] != by_sights[:-1]).nonzero()[0] + 1).tolist()]
         classes = [first_class + int(by_sights[start]) for start in starts]
-        state = (sights << _SIGHTS_SHIFT) | ((by_sights + first_class) << _CLS_SHIFT)
+        state = _NEXT_STATE.take(sights)
+        state += first_class << _CLS_SHIFT
         state[-_NUM_NEAR_END:] |= _NEAR_END
+        self._watch(state, rows, starts, classes, now)
+        self._state[rows] = state
+        self._used[rows] = now
+        if self.serial % _LEARN_EVERY == 0:
+            self._learn(now)
+        else:
+            self.curves.go_on()
+        return Seen(self.serial, now_s, keys, rows, starts, classes)
+
+    def _watch(
+        self,
+        state: NDArray[np.uint16],
+        rows: NDArray[np.int64],
+        starts: Sequence[int],
+        classes: Sequence[int],
+        now: int,
+    ) -> None:
+        """Of each class of a request, watch how long one prefix waits."""
         voted: set[int] = set()
         for i, start in enumerate(starts):
             if classes[i] in voted:
                 continue
             voted.add(classes[i])
-            stop = starts[i + 1] if i + 1 < len(starts) else num
+            stop = starts[i + 1] if i + 1 < len(starts) else len(rows)
             at = start + int(self._random.random() * (stop - start))
             state[at] |= _TRACKED
             slot = self._num_opened % _MAX_OPEN
             self._open_rows[slot] = rows[at]
             self._open_since[slot] = now
             self._num_opened += 1
-        self._state[rows] = state
-        self._used[rows] = now
-        if self.serial % _LEARN_EVERY == 0:
-            self._learn(now)
-        return Seen(self.serial, now_s, keys, rows, starts, classes)
 
     def _rows(self, prints: NDArray[np.uint64], now: int) -> tuple[NDArray[np.int64], int]:
         """A row for each, and the number up to the deepest that was known.
@@ -195,7 +216,7 @@ class KnownPrefixes:
             sets = (prints >> self._shift).astype(np.int64)
         match = self._sets.take(sets, axis=0) == prints[:, None]
         rows = sets * _WAYS + match.argmax(axis=1)
-        absent = np.flatnonzero(self._prints[rows] != prints)
+        absent = (self._prints[rows] != prints).nonzero()[0]
         if not len(absent):
             return rows, len(prints)
         num_known = int(absent[0])
@@ -203,36 +224,69 @@ class KnownPrefixes:
             known = np.ones(len(prints), dtype=bool)
             known[absent] = False
             num_known = int(np.flatnonzero(known)[-1]) + 1
-        mine = set(rows.tolist())  # and some of others, of whom no harm is done either
-        for i, print_, first in zip(
-            absent.tolist(), prints[absent].tolist(), (sets[absent] * _WAYS).tolist(), strict=True
-        ):
-            row = self._new_row(first, print_, now, mine)
-            if row < 0:
-                return rows[:i], min(i, num_known)
-            rows[i] = row
-        return rows, num_known
+        num_found = self._give_rows(rows, sets, absent)
+        absent = absent[: np.searchsorted(absent, num_found)]
+        new = rows[absent]
+        self._prints[new] = prints[absent]
+        self._state[new] = 0
+        self._used[new] = now
+        return rows[:num_found], min(num_found, num_known)
 
-    def _new_row(self, first: int, print_: int, now: int, mine: set[int]) -> int:
+    def _give_rows(
+        self, rows: NDArray[np.int64], sets: NDArray[np.int64], absent: NDArray[np.int64]
+    ) -> int:
+        """Choose a row for each at `absent`, put into `rows`; up to where there was one."""
+        rows[absent] = -1
+        mine = set(rows.tolist())
+        if len(absent) > _FEW:
+            of_sets = sets[absent]
+            chosen = of_sets * _WAYS + self._used_sets.take(of_sets, axis=0).argmin(axis=1)
+            is_taken = self._are_taken(chosen, mine)
+            rows[absent] = np.where(is_taken, -1, chosen)
+            absent = absent[is_taken]
+            if len(absent):
+                mine.update(rows.tolist())
+        for at in absent.tolist():
+            row = self._spare_row(int(sets[at]) * _WAYS, mine)
+            if row < 0:
+                return int(at)
+            mine.add(row)
+            rows[at] = row
+        return len(rows)
+
+    def _are_taken(self, rows: NDArray[np.int64], mine: set[int]) -> NDArray[np.bool_]:
+        """Which `rows` are needed, in `mine`, or there before."""
+        each = rows.tolist()
+        is_taken = np.zeros(len(each), dtype=bool)
+        if len(set(each)) < len(each):
+            is_taken[:] = True
+            is_taken[np.unique(rows, return_index=True)[1]] = False
+        if self._used[rows].any():  # else nobody has ever had them
+            is_taken |= self._are_needed(rows)
+            if not mine.isdisjoint(each):
+                is_taken |= [row in mine for row in each]
+        return is_taken
+
+    def _are_needed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        needed = np.zeros(len(rows), dtype=bool)
+        for in_use in self.in_use:
+            needed |= in_use(rows)
+        return needed
+
+    def _spare_row(self, first: int, mine: set[int]) -> int:
         """The longest unused row of a set that nobody needs, nor is in `mine`; else -1."""
         ways = self._used_view[first : first + _WAYS].tolist()
         way = ways.index(min(ways))
-        if ways[way]:
+        if ways[way] or first + way in mine:
             used = np.array(ways)
             candidates = np.arange(first, first + _WAYS)
-            for in_use in self.in_use:
-                used[in_use(candidates)] = _INT32_MAX
+            used[self._are_needed(candidates)] = _INT32_MAX
             for row in mine.intersection(range(first, first + _WAYS)):
                 used[row - first] = _INT32_MAX
             way = int(used.argmin())
             if used[way] == _INT32_MAX:
                 return -1
-        mine.add(first + way)
-        row = first + way
-        self._prints_view[row] = print_
-        self._state_view[row] = 0
-        self._used_view[row] = now
-        return row
+        return first + way
 
     # --- learning -----------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ class Path:
     """What is left of one request's path. Positions count from the root end of what is left."""
 
     __slots__ = (
-        "branches", "classes", "cls", "floor", "hangs", "hi", "id", "is_aside", "is_young",
+        "branches", "classes", "cls", "cut", "floor", "hangs", "hi", "id", "is_aside", "is_young",
         "keys", "num", "parent_row", "rows", "serial", "set_aside_s", "starts", "used_s",
     )  # fmt: skip
 
@@ -42,6 +43,7 @@ class Path:
         self.used_s = seen.now_s
         self.rows = seen.rows
         self.keys = np.array(seen.keys, dtype=object)  # the garbage collector passes it by
+        self.cut = 0  # how much is gone of the root end
         self.starts = seen.starts  # where a stretch of one class begins
         self.classes = seen.classes
         self.branches: list[int] = []  # positions at which other paths may hang, ascending
@@ -65,14 +67,18 @@ class Paths:
     Attributes:
         unsettled: Paths whose end has changed: see `settle`.
 
-    Memory: 8 bytes a row of the table; 16-32 a resident chunk. Threads: one.
+    Memory: 12 bytes a row of the table; 16-32 a resident chunk, and 500-600 a path. Threads: one.
     """
 
     def __init__(self, num_rows: int) -> None:
         # The path that a row's chunk is resident in; -2 - path: it would be, once it comes in.
         self._owner = np.full(num_rows, _ABSENT, dtype=np.int32)
         self._owner_of = self._owner.data
+        self._depth = np.zeros(num_rows, dtype=np.int32)  # in the path before anything was cut off
+        self._depth_of = self._depth.data
         self._hanging = np.zeros(num_rows, dtype=np.int32)  # paths that hang at a row
+        for column in (self._depth, self._hanging):
+            column.fill(0)  # the scheduler's thread pays for no page when it comes to it
         self._by_id: list[Path | None] = []
         self._free: list[int] = []
         self._young: deque[Path] = deque()
@@ -112,6 +118,10 @@ class Paths:
         """The chunk of `row` is resident, in no path yet; the next `add` takes it."""
         self._owner_of[row] = _ADOPTED
 
+    def give_up(self, row: int) -> None:
+        """The chunk of `row` was not taken by that `add`: it is in no path for good."""
+        self._owner_of[row] = _ABSENT
+
     def add(self, seen: Seen) -> Path:
         """The path of a request; it takes over what is resident, and awaits what is not."""
         if self._free:
@@ -123,13 +133,21 @@ class Paths:
         self._young.append(path)
         rows = path.rows
         owner = self._owner[rows]
+        runs = [run for run in _runs(owner) if run[2] >= 0 and run[2] != _ADOPTED]
+        num_true = self._num_true(path, runs)
+        if num_true < len(rows):
+            path.rows, path.keys = rows[:num_true], path.keys[:num_true]
+            rows, owner = path.rows, owner[:num_true]
+            runs = [(at, min(stop, num_true), old) for at, stop, old in runs if at < num_true]
         resident = owner >= 0
+        is_any = bool(resident.any())
         # First of all: what is emptied below must be found as the owner of nothing.
-        self._owner[rows] = np.where(resident, path.id, -2 - path.id)
-        self._take_over(rows, owner)
-        path.branches = np.flatnonzero(self._hanging[rows]).tolist()
-        path.num = int(np.count_nonzero(resident))
-        if path.num:
+        self._owner[rows] = np.where(resident, path.id, -2 - path.id) if is_any else -2 - path.id
+        self._take_over(rows, runs)
+        self._depth[rows] = np.arange(len(rows))
+        path.branches = self._hanging[rows].nonzero()[0].tolist()
+        if is_any:
+            path.num = int(resident.sum())
             path.hi = len(rows)
             if not resident[-1]:
                 path.hi = int(np.flatnonzero(resident)[-1]) + 1
@@ -138,12 +156,23 @@ class Paths:
             self._grow_up(self._young.popleft())
         return path
 
-    def _take_over(self, rows: NDArray[np.int64], owner: NDArray[np.int32]) -> None:
-        cuts = (np.flatnonzero(owner[1:] != owner[:-1]) + 1).tolist()
-        for start, stop in zip([0, *cuts], [*cuts, len(owner)], strict=True):
-            old_id = int(owner[start])
-            if old_id < 0 or old_id == _ADOPTED:
-                continue
+    def _num_true(self, path: Path, runs: list[tuple[int, int, int]]) -> int:
+        """How many keys of a new path are who their rows say, as far as that matters here.
+
+        A row knows its key by a fingerprint. That two have the same one is next to impossible, but
+        the chunk of the one must never be called by the name of the other.
+        """
+        for start, stop, old_id in runs:
+            old = self.get(old_id)
+            is_same = (
+                old.keys[self._depth[path.rows[start:stop]] - old.cut] == path.keys[start:stop]
+            )
+            if not is_same.all():
+                return start + int(np.argmin(is_same))
+        return len(path.rows)
+
+    def _take_over(self, rows: NDArray[np.int64], runs: list[tuple[int, int, int]]) -> None:
+        for start, stop, old_id in runs:
             old = self.get(old_id)
             old.num -= stop - start
             self._unhang(old)
@@ -155,10 +184,10 @@ class Paths:
 
     def _cut_off(self, path: Path, row: int) -> None:
         """What lies above and at `row` is another's."""
-        at = np.flatnonzero(path.rows == row)
-        if not len(at):
+        cut = self._depth_of[row] - path.cut + 1
+        if path.rows[cut - 1] != row:
             raise Bug(f"hazard: row {row} is not in path {path.id}")
-        cut = int(at[0]) + 1
+        path.cut += cut
         path.rows, path.keys = path.rows[cut:].copy(), path.keys[cut:].copy()
         path.hi -= cut
         path.floor = max(0, path.floor - cut)
@@ -199,43 +228,72 @@ class Paths:
 
     # --- a chunk ------------------------------------------------------------------------------
 
-    def path_awaiting(self, row: int) -> Path | None:
-        """The path that the chunk of `row` would be part of."""
+    def place(self, row: int, key: ChunkKey) -> tuple[Path, int] | None:
+        """The path and position where the chunk of `row` is, or is awaited; None if nowhere."""
         owner = self._owner_of[row]
-        return self.get(-2 - owner) if owner < _ABSENT else None
+        if owner == _ABSENT:
+            return None
+        path = self.get(owner if owner >= 0 else -2 - owner)
+        at = self._depth_of[row] - path.cut
+        return (path, at) if path.keys[at] == key else None
 
-    def is_of(self, path: Path, row: int) -> bool:
-        """Whether the chunk of `row` is resident in `path`."""
-        return self._owner_of[row] == path.id
+    def holds(self, path: Path, at: int) -> bool:
+        """Whether the chunk at that position of a path is resident."""
+        return self._owner_of[int(path.rows[at])] == path.id
 
-    def owner(self, row: int) -> Path:
-        """The path that the resident chunk of `row` is in."""
-        return self.get(self._owner_of[row])
+    def awaited(self, path: Path, at: int, keys: Sequence[ChunkKey]) -> int:
+        """How many of `keys`, deepest first, are those awaited at `at` of a path and above."""
+        first = max(0, at + 1 - len(keys))
+        is_next = self._owner[path.rows[first : at + 1]] == -2 - path.id
+        num = at + 1 - first
+        if not is_next.all():
+            num = int(np.argmin(is_next[::-1]))
+        if path.keys[at + 1 - num : at + 1][::-1].tolist() == keys[:num]:
+            return num
+        pairs = zip(path.keys[at + 1 - num : at + 1][::-1].tolist(), keys, strict=False)
+        return next((i for i, (one, other) in enumerate(pairs) if one != other), num)
 
-    def come(self, path: Path, row: int, at: int) -> None:
-        """The chunk of `row`, awaited at that position, is resident."""
-        self._owner_of[row] = path.id
+    def come(self, path: Path, at: int, num: int = 1) -> None:
+        """What was awaited at `at` and so many above, down to `at`, is resident."""
+        if num == 1:
+            self._owner_of[int(path.rows[at])] = path.id
+        else:
+            self._owner[path.rows[at + 1 - num : at + 1]] = path.id
         if not path.num:
             self._hang(path)
-        path.num += 1
+        path.num += num
         if at >= path.hi:
             path.hi = at + 1
             path.cls = -1
             self.unsettled.add(path)
 
-    def leave(self, row: int) -> None:
-        """The chunk of `row` is not resident any more."""
-        path = self.get(self._owner_of[row])
-        self._owner_of[row] = -2 - path.id if path.is_young else _ABSENT
-        path.num -= 1
+    def leave(self, path: Path, at: int) -> None:
+        """The chunk at that position of a path is not resident any more."""
+        self._owner_of[int(path.rows[at])] = -2 - path.id if path.is_young else _ABSENT
+        self._left(path, 1, at)
+
+    def leave_all(self, path: Path, places: Sequence[int]) -> None:
+        """The same of many, the deepest resident one first."""
+        at = places[-1]
+        if len(places) == 1:
+            self.leave(path, at)
+            return
+        rows = path.rows[at : path.hi]
+        if len(places) < len(rows):
+            rows = path.rows[list(places)]
+        self._owner[rows] = -2 - path.id if path.is_young else _ABSENT
+        path.hi = at + 1
+        self._left(path, len(places), at)
+
+    def _left(self, path: Path, num: int, at: int) -> None:
+        path.num -= num
         if not path.num:
             self._unhang(path)
             self._empty(path)
             return
-        hi = path.hi - 1
-        if path.rows[hi] == row:
-            path.hi = hi
-            if hi <= path.floor or self._owner_of[int(path.rows[hi - 1])] != path.id:
+        if at == path.hi - 1:
+            path.hi = at
+            if at <= path.floor or not self.holds(path, at - 1):
                 path.cls = -1
                 self.unsettled.add(path)
 
@@ -277,6 +335,22 @@ class Paths:
             return int(own[-1]) + 1 if len(own) else 0
         return hi
 
+    def end(self, path: Path, num: int) -> tuple[Sequence[int], list[ChunkKey]]:
+        """Positions and keys of up to `num` chunks at the end of a settled path, deepest first.
+
+        Not below its floor; and at least one.
+        """
+        if num == 1:
+            return [path.hi - 1], [path.keys[path.hi - 1]]
+        lowest = max(path.floor, path.hi - num)
+        keys: list[ChunkKey] = path.keys[lowest : path.hi][::-1].tolist()
+        places = range(path.hi - 1, lowest - 1, -1)
+        is_own = self._owner[path.rows[lowest : path.hi]] == path.id
+        if is_own.all():
+            return places, keys
+        own = is_own[::-1].tolist()
+        return list(compress(places, own)), list(compress(keys, own))
+
     def chunks(self, path: Path, hi: int, floor: int) -> Iterator[ChunkKey]:
         """The resident ones of a stretch, deepest first."""
         rows, owner_of, path_id = path.rows, self._owner_of, path.id
@@ -287,3 +361,14 @@ class Paths:
     def num_hanging(self, row: int) -> int:
         """How many paths hang at a row."""
         return int(self._hanging[row])
+
+
+def _runs(owner: NDArray[np.int32]) -> list[tuple[int, int, int]]:
+    """Start, stop and value of each run of equal values; of none, none."""
+    if not len(owner):
+        return []
+    cuts = ((owner[1:] != owner[:-1]).nonzero()[0] + 1).tolist()
+    starts = [0, *cuts]
+    return [
+        (at, stop, owner.item(at)) for at, stop in zip(starts, [*cuts, len(owner)], strict=True)
+    ]
