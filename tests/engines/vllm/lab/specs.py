@@ -8,8 +8,8 @@ that models of hundreds of billions of parameters can be asked, and latent atten
 that cannot serve it. Each layer then gives its `KVCacheSpec`, and what the kernels of GPUs pack
 into a token of a quantized cache is asked of their backends.
 
-The answers lie in tests/data/vllm_specs.json, beside the configs as their makers published them
-(but for vocabularies and experts, which are cut down).
+The answers lie in tests/data/vllm_specs.json, beside configs written by hand after what
+their makers publish (vocabularies and experts are cut down).
 """
 
 import json
@@ -79,7 +79,7 @@ def lab_configs() -> dict[str, dict[str, Any]]:
 
 
 def published_configs() -> dict[str, dict[str, Any]]:
-    """As makers of models publish them."""
+    """Written by hand after what makers of models publish; not downloaded."""
     found: dict[str, dict[str, Any]] = json.loads(PUBLISHED.read_text())
     return found
 
