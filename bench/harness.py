@@ -9,6 +9,7 @@ against itself; where that shows a difference, the case is void.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
@@ -31,6 +32,7 @@ __all__ = [
     "Ratio",
     "Row",
     "Side",
+    "apart",
     "findings",
     "host",
     "interleave",
@@ -282,3 +284,15 @@ def host() -> dict[str, Any]:
         "versions": versions,
         "commit": commit.stdout.strip() or "unknown",
     }
+
+
+def apart(case: str, *words: str) -> dict[str, float]:
+    """What a case's file prints when it is run as a program of its own: JSON, on its last line."""
+    here = Path(case)
+    path = os.pathsep.join([str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
+    # The same hashes, so the same calls, to the last rehash.
+    environ = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+    command = [sys.executable, str(here), *words]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
+    found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
+    return found

@@ -14,8 +14,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from cases.policies import make_keys
-from harness import AGAIN, Goal, Options, Row, Side
+from harness import AGAIN, Goal, Options, Row, Side, apart
 
 LENGTHS = (8, 64, 512)
 TRACES = Path(__file__).parents[2] / "examples" / "data" / "traces"
@@ -214,7 +212,7 @@ class HazardCase:
     def sides(self, options: Options) -> Iterator[Mapping[str, Side]]:
         chunks = 20_000 if options.quick else min(options.chunks, 100_000)
         yield {
-            name: partial(_run, name.removesuffix(AGAIN), chunks)
+            name: partial(apart, __file__, name.removesuffix(AGAIN), str(chunks))
             for name in ("hazard", "lru", "hazard" + AGAIN)
         }
 
@@ -225,16 +223,6 @@ def _row(what: str, cost: str, goals: Sequence[Goal] = ()) -> Row:
 
 def _worst(what: str, cost: str) -> Row:
     return Row(what, ("hazard", cost), ("lru", cost), unit="ms", scale=1e3, best=True)
-
-
-def _run(name: str, num_chunks: int) -> dict[str, float]:
-    here = Path(__file__)
-    path = os.pathsep.join([str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
-    command = [sys.executable, str(here), name, str(num_chunks)]
-    run = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
-    found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
-    return found
 
 
 def measure(name: str, num_chunks: int) -> dict[str, float]:

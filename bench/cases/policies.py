@@ -16,8 +16,6 @@ import gc
 import hashlib
 import importlib
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +26,7 @@ from random import Random
 from statistics import median
 from typing import Any, Protocol
 
-from harness import AGAIN, Options, Row, Side
+from harness import AGAIN, Options, Row, Side, apart
 
 Key = bytes
 RUN_KEYS = 64  # a prefix that is used in one go
@@ -289,18 +287,8 @@ class Policies:
     def sides(self, options: Options) -> Iterator[Mapping[str, Side]]:
         num_keys = min(options.chunks, 20_000) if options.quick else options.chunks
         names = [f"ours {policy}" for policy in OURS] + [f"stock {policy}" for policy in STOCK]
-        sides = {name: partial(_run, name, num_keys) for name in names}
+        sides = {name: partial(apart, __file__, name, str(num_keys)) for name in names}
         yield {**sides, "ours lru" + AGAIN: sides["ours lru"]}
-
-
-def _run(name: str, num_keys: int) -> dict[str, float]:
-    here = Path(__file__)
-    path = os.pathsep.join([str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
-    command = [sys.executable, str(here), name, str(num_keys)]
-    run = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
-    found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
-    return found
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ import contextlib
 import gc
 import hashlib
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -25,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import AGAIN, Goal, Options, Row, Side
+from harness import AGAIN, Goal, Options, Row, Side, apart
 
 BATCHES = (1, 64, 1024)
 
@@ -330,23 +328,9 @@ class Scheduler:
     def sides(self, options: Options) -> Iterator[Mapping[str, Side]]:
         chunks = min(options.chunks, 20_000) if options.quick else options.chunks
         yield {
-            name: partial(self._run, name.removesuffix(AGAIN), chunks)
+            name: partial(apart, __file__, name.removesuffix(AGAIN), self.policy, str(chunks))
             for name in ("ours", "stock", "ours" + AGAIN)
         }
-
-    def _run(self, kind: str, chunks: int) -> dict[str, float]:
-        here = Path(__file__)
-        environ = {
-            **os.environ,
-            "PYTHONHASHSEED": "0",  # the same calls, to the last rehash
-            "PYTHONPATH": os.pathsep.join(
-                [str(here.parent.parent), os.environ.get("PYTHONPATH", "")]
-            ),
-        }
-        command = [sys.executable, str(here), kind, self.policy, str(chunks)]
-        run = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
-        found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
-        return found
 
 
 if __name__ == "__main__":

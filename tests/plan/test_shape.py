@@ -156,7 +156,7 @@ REAL = {
 
 @pytest.mark.parametrize("name", REAL)
 def test_bytes_of_a_token(name: str) -> None:
-    """By hand, for configs as they are published."""
+    """By hand, for configs written after what makers publish."""
     config, token_bytes = REAL[name]
     shape = shape_of(config)
     assert shape.token_bytes == token_bytes

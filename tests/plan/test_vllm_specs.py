@@ -15,15 +15,15 @@ from tests.engines.vllm.lab.specs import (
     Question,
     lab_configs,
     lab_questions,
-    published_configs,
-    published_questions,
+    maker_configs,
+    maker_questions,
 )
 
 from undercroft.errors import ConfigError
 from undercroft.plan.shape import shape_of
 
-CONFIGS = {**lab_configs(), **published_configs()}
-QUESTIONS = {each.name: each for each in [*lab_questions(), *published_questions()]}
+CONFIGS = {**lab_configs(), **maker_configs()}
+QUESTIONS = {each.name: each for each in [*lab_questions(), *maker_questions()]}
 SAID: dict[str, Any] = json.loads(ANSWERS.read_text())
 REFUSED = {
     "minicpm3 (MLA as heads)": "kv_lora_rank",
@@ -74,7 +74,7 @@ def test_every_question_has_its_answer() -> None:
     kinds = {row[0] for said in SAID.values() if isinstance(said, list) for row in said}
     assert kinds == {"attention", "latent attention", "sliding window", "state"}
     assert {each.model for each in lab_questions()} == set(lab_configs())
-    assert len(published_configs()) >= 50
+    assert len(maker_configs()) >= 50
     assert {each.tp for each in QUESTIONS.values()} == {1, 2, 4}
 
 

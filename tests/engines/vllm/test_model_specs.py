@@ -11,7 +11,7 @@ from tests.engines.vllm.lab.specs import (
     Question,
     ask,
     lab_questions,
-    published_questions,
+    maker_questions,
 )
 
 pytestmark = pytest.mark.engine
@@ -34,6 +34,6 @@ def test_the_labs_models() -> None:
 
 @pytest.mark.slow
 def test_all_of_them() -> None:
-    """The rest, and models as they are published; minutes."""
-    questions = [*lab_questions(), *published_questions()]
+    """The rest, and models of other makers; minutes."""
+    questions = [*lab_questions(), *maker_questions()]
     assert ask(questions) == recorded(questions)

@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[4]
 LAB = ROOT / "tests/data/model_configs.json"
-PUBLISHED = ROOT / "tests/data/published_configs.json"
+MAKER_CONFIGS = ROOT / "tests/data/maker_configs.json"
 ANSWERS = ROOT / "tests/data/vllm_specs.json"
 _LAB_CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -78,9 +78,9 @@ def lab_configs() -> dict[str, dict[str, Any]]:
     }
 
 
-def published_configs() -> dict[str, dict[str, Any]]:
+def maker_configs() -> dict[str, dict[str, Any]]:
     """Written by hand after what makers of models publish; not downloaded."""
-    found: dict[str, dict[str, Any]] = json.loads(PUBLISHED.read_text())
+    found: dict[str, dict[str, Any]] = json.loads(MAKER_CONFIGS.read_text())
     return found
 
 
@@ -103,9 +103,9 @@ def lab_questions() -> list[Question]:
     ]
 
 
-def published_questions() -> list[Question]:
+def maker_questions() -> list[Question]:
     """Each one alone."""
-    return [Question(name) for name in published_configs()]
+    return [Question(name) for name in maker_configs()]
 
 
 # --- in a process that has vLLM ---------------------------------------------------------------
@@ -209,7 +209,7 @@ def _answer() -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-    configs = {**lab_configs(), **published_configs()}
+    configs = {**lab_configs(), **maker_configs()}
     questions = [Question(*each) for each in json.load(sys.stdin)]
     answers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -256,7 +256,7 @@ def main() -> None:
     if "--asked" in sys.argv:
         _answer()
         return
-    answers = ask([*lab_questions(), *published_questions()])
+    answers = ask([*lab_questions(), *maker_questions()])
     lines = [f" {json.dumps(name)}: {json.dumps(told)}" for name, told in answers.items()]
     ANSWERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
