@@ -22,7 +22,7 @@ _CONTROL_S = 60
 _PROCESS_S = 60
 """A search goes on in a new process after so long, from the inputs found so far. Code that atheris
 instruments keeps memory at each call where it compares NumPy's numbers (the same calls
-without it keep none): in minutes that reaches the bound which shows that a parser takes too much."""
+without it keep none): in minutes that reaches the bound for a parser that takes too much."""
 
 
 def fuzz(name: str, seconds: int) -> tuple[bool, str]:
