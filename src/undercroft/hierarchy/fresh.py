@@ -10,7 +10,7 @@ room is needed, ended requests' chunks are listed first, then those of other run
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from undercroft.hierarchy.pool import Pool
@@ -48,11 +48,16 @@ class _Entry:
 class Fresh:
     """The unlisted chunks, by request. Threads: the scheduler's.
 
+    Args:
+        tell: Tells the policy of a request that runs; None if it learns nothing from requests. If
+            it does, what one that is idle has stored is left alone: it is told of once, at its end.
+
     Cost: each call O(`MAX_LISTED_AT_ONCE`) besides what it is given.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, tell: Callable[[str], None] | None = None) -> None:
         self._pool = pool
+        self._tell = tell
         self._entries: dict[str, _Entry] = {}
         self._ended: deque[_Entry] = deque()
         self._num_ended = 0  # the sum of their lengths
@@ -164,6 +169,8 @@ class Fresh:
             if self._num_ended >= num_chunks:
                 break
             if other != request_id:
+                if self._tell is not None:
+                    self._tell(other)
                 self._end(self._entries.pop(other))
         self.advance(num_chunks)
         return True
@@ -172,7 +179,11 @@ class Fresh:
         """Settle requests that have stored nothing for a while."""
         idle = [r for r, entry in self._entries.items() if step - entry.step >= _IDLE_STEPS]
         for request_id in idle:
-            self._end(self._entries.pop(request_id))
+            if self._tell is None:
+                self._end(self._entries.pop(request_id))
+            elif kept := self._entries[request_id].kept:
+                self._entries[request_id].kept = []
+                self._end(_Entry(step, kept=kept))
 
     def forget_all(self) -> None:
         """At a reset: the keys were voided."""

@@ -26,6 +26,7 @@ from undercroft.hierarchy.request import Answer, Lookup, Request
 from undercroft.hierarchy.restore import Restores
 from undercroft.hierarchy.slots import SlotState
 from undercroft.hierarchy.stores import LEVEL_0, StorePlan, Stores, failed_chunk
+from undercroft.hierarchy.telling import Telling
 from undercroft.hierarchy.touches import Touches
 from undercroft.hierarchy.voiding import wait_for_tries
 from undercroft.key_table import SHARD_SHIFT
@@ -107,7 +108,8 @@ class Hierarchy:
         self._draining_until: list[tuple[int, list[int]]] = []
         self._num_ended_steps = 0
         self.holds = Holds(self.pool)
-        self.fresh = Fresh(self.pool)
+        self.telling = Telling([self.pool, *self.levels], clock)
+        self.fresh = Fresh(self.pool, self.telling.tell if self.telling.is_needed else None)
         self.loads = Loads(self.pool, self.fresh, counters=counters, events=events)
         self.stores = Stores(
             self.pool, self.fresh, counters=counters, take_failed=take_failed_stores
@@ -134,9 +136,9 @@ class Hierarchy:
             max_waiting=limits.max_cascade_waiting,
         )
         self.touches = Touches(self.levels, self.restores, self.cascade)
-        every: list[Pool | Level] = [self.pool, *self.levels]
-        self._learning = [each for each in every if each.learns]
-        self._keeps_chains = bool(self.levels or self._learning)
+        for level in self.levels:
+            level.ask(self.telling)
+        self._keeps_chains = bool(self.levels) or self.telling.is_needed
 
     def view(self, slot: int) -> memoryview:
         """The bytes of a slot, `(slot_bytes,)` uint8, writable."""
@@ -282,6 +284,7 @@ class Hierarchy:
         key_set = keys if isinstance(keys, (set, frozenset)) else set(keys)
         ready, slots = self.stores.complete(key_set, request, success=success)
         self.fresh.add(request, ready, slots, self._step)
+        self.telling.stored(request, ready)
         self.events.add_all(LEVEL_0, ready, removed=False)
         if self.levels:
             self.cascade.add(ready, begins=not request.offered_below)
@@ -304,11 +307,7 @@ class Hierarchy:
             return
         chain = list(request.in_order(dict.fromkeys(request.chain))) if request.chain else []
         request.chain.clear()
-        if self._learning and chain:
-            now_s = self._clock.now_s()
-            for keys in request.by_group(chain):
-                for each in self._learning:
-                    each.learn(keys, now_s)
+        self.telling.ended(request, chain)
         self.fresh.settle(request.id, request.loaded)
         if self.levels and chain:
             self.touches.add(chain, request.offered_below)
@@ -432,6 +431,7 @@ class Hierarchy:
             self.pool.void(key, slot)
         self.stores.void_all()
         self.fresh.forget_all()
+        self.telling.clear()
         for level in self.levels:
             level.void()
         self.restores.refresh()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -20,11 +20,12 @@ from undercroft.hierarchy.follow import Follower
 from undercroft.hierarchy.outcome import Done, Op
 from undercroft.hierarchy.relief import Relief
 from undercroft.hierarchy.spending import Spending
+from undercroft.hierarchy.telling import Telling, Unlisted
 from undercroft.hierarchy.transfers import Transfers
 from undercroft.hierarchy.voiding import Voider
 from undercroft.keys import ChunkKey
 from undercroft.log import SparingLog
-from undercroft.policies.base import Evicting, EvictionPolicy, Learning
+from undercroft.policies.base import Evicting, EvictionPolicy, InsertingMany, Learning
 from undercroft.tiers.base import Bounded, Following, Indexed, Tier
 
 __all__ = ["Level", "drop_reason"]
@@ -132,6 +133,7 @@ class Level:
         self._policies = [make_policy(self._capacity_chunks(n)) for n in self._slot_bytes]
         self.learns = any(isinstance(policy, Learning) for policy in self._policies)
         """Whether a policy wants to be told of requests."""
+        self._unlisted = Unlisted(len(self._slot_bytes))
         self._ahead = [
             max(1, min(32, self._capacity_chunks(n) // 64)) if self._bounded else 0
             for n in self._slot_bytes
@@ -156,9 +158,14 @@ class Level:
         classes = {num_bytes: c for c, num_bytes in enumerate(self._slot_bytes)}
         for key, num_bytes in chunks:
             size_class = classes.get(num_bytes)
-            if size_class is not None and key not in self._policies[size_class]:
+            if size_class is not None and not self._is_booked(key, size_class):
                 self._policies[size_class].on_insert(key)
                 self._events.find(self.name, key)
+
+    def ask(self, telling: Telling) -> None:
+        """Before anything is written: who knows which chunks a policy may be told of."""
+        if self.learns:
+            self._unlisted.telling = telling
 
     @property
     def usable(self) -> bool:
@@ -192,10 +199,9 @@ class Level:
 
     def _lose(self, key: ChunkKey, reason: str) -> None:
         """The tier has `key` no more, and it was not us."""
-        policy = self._policies[self._class_of(key)]
-        if key in policy:
-            policy.on_drop(key)
-            self._events.add(self.name, key, removed=True)
+        size_class = self._class_of(key)
+        if self._is_booked(key, size_class):
+            self._forget(key, size_class)
         self._counters.dropped_chunks[self.name, reason] += 1
         self._counters.note(self.name, "dropped", reason, key)
 
@@ -280,8 +286,10 @@ class Level:
         missing = num_chunks + self._ahead[size_class] - self.free_for_writes(size_class)
         if missing <= 0:
             return 0
-        policy = self._policies[size_class]
-        victims = _evicted(policy, min(missing, at_most, _MAX_EVICTIONS_PER_CALL))
+        policy, wanted = self._policies[size_class], min(missing, at_most, _MAX_EVICTIONS_PER_CALL)
+        victims = _evicted(policy, wanted)
+        if len(victims) < wanted and self._unlisted.are_told(size_class):
+            victims += _evicted(policy, wanted - len(victims))
         for key in victims:
             self.transfers.delete(key)
             self._num_deleting[size_class] += 1
@@ -297,11 +305,29 @@ class Level:
         num_evicted = self.make_room(size_class, 1, at_most=self._relief.left(size_class))
         self._relief.spend(size_class, num_evicted)
 
-    def learn(self, keys: Sequence[ChunkKey], now_s: float) -> None:
-        """A request that used `keys` of one group, root first, has ended."""
+    def learn(self, keys: Sequence[ChunkKey], now_s: float, *, kind: int, num_told: int) -> None:
+        """See `undercroft.hierarchy.telling.Learner`."""
         policy = self._policies[self._class_of(keys[0])]
         if isinstance(policy, Learning):
-            policy.on_request(keys, now_s)
+            policy.on_request(keys, now_s, kind, num_told)
+
+    def list_told(self, keys: Collection[ChunkKey]) -> None:
+        """See `undercroft.hierarchy.telling.Learner`. What is not written yet comes later."""
+        for size_class, come in self._unlisted.take(keys):
+            policy = self._policies[size_class]
+            if isinstance(policy, InsertingMany):
+                policy.on_insert_all(come)
+            else:
+                for key in come:
+                    policy.on_insert(key)
+
+    def _is_booked(self, key: ChunkKey, size_class: int) -> bool:
+        return key in self._policies[size_class] or key in self._unlisted.of(size_class)
+
+    def _forget(self, key: ChunkKey, size_class: int) -> None:
+        self._unlisted.drop(key, size_class)
+        self._policies[size_class].on_drop(key)
+        self._events.add(self.name, key, removed=True)
 
     def touch(self, keys: Sequence[ChunkKey], offered: Container[ChunkKey] = ()) -> None:
         """`keys`, a prefix from the root on, were used; `offered` are those that came for it."""
@@ -333,8 +359,7 @@ class Level:
         elif done.op is Op.WRITE:
             self._settle_write(done)
         elif self._is_gone(done):
-            self._policies[size_class].on_drop(key)
-            self._events.add(self.name, key, removed=True)
+            self._forget(key, size_class)
         self._alarm.see(error, self.transfers.breaker.state)
         self._note_state(error)
         if error is not None:
@@ -384,9 +409,9 @@ class Level:
             self._decline("before_reset", key)
             return
         self._relief.helped(size_class)
-        policy = self._policies[size_class]
-        if key not in policy:
-            policy.on_insert(key)
+        is_booked = self._is_booked(key, size_class) or self._unlisted.keeps(key, size_class)
+        if not is_booked:
+            self._policies[size_class].on_insert(key)
         self._counters.cascaded_chunks[self.name] += 1
         self._counters.cascaded_bytes[self.name] += done.outcome.num_bytes
         self._counters.cascade_seconds.see(done.outcome.seconds, self.name)
@@ -400,9 +425,10 @@ class Level:
 
     def _keep_evictable(self, key: ChunkKey) -> None:
         """If the tier holds `key` in spite of a failure, see to it that it can be evicted."""
-        policy = self._policies[self._class_of(key)]
-        if self.voider.is_over and key not in policy and self._indexed.has(key):
-            policy.on_insert(key)
+        size_class = self._class_of(key)
+        is_booked = self._is_booked(key, size_class)
+        if self.voider.is_over and not is_booked and self._indexed.has(key):
+            self._policies[size_class].on_insert(key)
             self._events.add(self.name, key, removed=False)
 
     # --- resets and the end -------------------------------------------------------------------
@@ -424,10 +450,9 @@ class Level:
         self._generation += 1
         self._counters.note(self.name, "reset", "other")
         self.transfers.cancel_queued()
-        for policy in self._policies:
-            for key in list(policy.victims()):
-                policy.on_drop(key)
-                self._events.add(self.name, key, removed=True)
+        for size_class, policy in enumerate(self._policies):
+            for key in [*policy.victims(), *self._unlisted.of(size_class)]:
+                self._forget(key, size_class)
         self.voider.begin()
 
     def wait_void(self, timeout_s: float) -> bool:

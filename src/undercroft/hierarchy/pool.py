@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Reversible, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Reversible, Sequence
 from itertools import islice
 
 import numpy as np
@@ -218,11 +218,14 @@ class Pool:
         for key in keys:
             policies[class_of(key)].on_insert(key)
 
-    def learn(self, keys: Sequence[ChunkKey], now_s: float) -> None:
-        """A request that used `keys` of one group, root first, has ended."""
+    def learn(self, keys: Sequence[ChunkKey], now_s: float, *, kind: int, num_told: int) -> None:
+        """See `undercroft.hierarchy.telling.Learner`."""
         policy = self._learning[self.class_of(keys[0])]
         if policy is not None:
-            policy.on_request(keys, now_s)
+            policy.on_request(keys, now_s, kind, num_told)
+
+    def list_told(self, keys: Collection[ChunkKey]) -> None:
+        """`undercroft.hierarchy.fresh.Fresh` does that, a bounded number at once."""
 
     def touch(self, keys: Reversible[ChunkKey]) -> None:
         """`keys`, a prefix from the root on, were used; the deepest ends up the oldest of them."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from undercroft.keys import ChunkKey
 
-__all__ = ["Answer", "Lookup", "Request", "Walk"]
+__all__ = ["Answer", "Lookup", "Request", "Use", "Walk"]
 
 
 class Lookup(Enum):
@@ -69,6 +70,26 @@ def _no_position(_key: ChunkKey) -> int | None:
     return None
 
 
+def _not_known() -> list[list[ChunkKey]]:
+    return []
+
+
+@dataclass(slots=True)
+class Use:
+    """What policies that learn are told of a request: see `undercroft.policies.base.Learning`.
+
+    Args:
+        every_key: Gives the keys of all its full chunks, those that the engine had by itself among
+            them: of each group, root first, without holes. Nothing if the adapter does not know.
+        kind: How it ended.
+        num_told: By group, how many of them policies were told of.
+    """
+
+    every_key: Callable[[], list[list[ChunkKey]]] = _not_known
+    kind: int = 0
+    num_told: dict[object, int] = field(default_factory=dict)
+
+
 class Request:
     """State of one request; adapters make it, pass it with each call, and leave it alone.
 
@@ -109,6 +130,7 @@ class Request:
         "queued_s",
         "reserve_s",
         "step",
+        "use",
         "why_denied",
     )
 
@@ -130,7 +152,7 @@ class Request:
         self.num_settled = 0
         """How many of `asked` need no pin any more: they have one, or were let go of."""
         self._walks: dict[object, Walk] = {}
-        self._num_walked = 0
+        self._num_walked, self.use = 0, Use()
         self.holds: dict[int, ChunkKey] = {}
         """Slots this request pinned because a lookup said HIT, or a promotion for it arrived."""
         self.loading: dict[ChunkKey, int] = {}

@@ -36,7 +36,10 @@ class EvictionPolicy(Protocol):
         ...
 
     def on_drop(self, key: ChunkKey) -> None:
-        """`key` is void (corrupt, reset): forget it wholly, ghost included. Unknown is fine."""
+        """The bytes of `key` are void (corrupt, reset): it left, as a ghost too. Unknown is fine.
+
+        What is known of the traffic, the key's uses among it, may stay: it was no less true.
+        """
         ...
 
     def victims(self) -> Iterator[ChunkKey]:
@@ -68,16 +71,21 @@ class InRuns(Protocol):
 class Learning(Protocol):
     """A policy that wants to know of whole requests, found by `isinstance`."""
 
-    def on_request(self, keys: Sequence[ChunkKey], now_s: float, kind: int = 0) -> None:
-        """A request has ended that used `keys`.
+    def on_request(
+        self, keys: Sequence[ChunkKey], now_s: float, kind: int = 0, num_told: int = 0
+    ) -> None:
+        """A request has ended that used `keys`, or has been going on for long.
 
-        Called once a request and group, before `on_insert` and `on_hit` of the same keys.
+        Called once a request and group, before `on_insert` and `on_hit` of the same keys; again
+        if it was called before the end, and the request has grown since.
 
         Args:
             keys: Of one group, root first, without holes; of full chunks only. Resident or not.
             now_s: The clock's time.
             kind: How the request ended, as far as the engine tells: bit 0 = it ended the turn,
                 bit 1 = a sub-agent's call.
+            num_told: Of so many, from the root on, this same request was told of before: it is one
+                use, not two.
         """
         ...
 

@@ -95,11 +95,13 @@ class Hazard:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def on_request(self, keys: Sequence[ChunkKey], now_s: float, kind: int = 0) -> None:
+    def on_request(
+        self, keys: Sequence[ChunkKey], now_s: float, kind: int = 0, num_told: int = 0
+    ) -> None:
         """See `Learning`."""
         if not keys:
             return
-        seen = self.known.see(keys, now_s, kind)
+        seen = self.known.see(keys, now_s, kind, num_told)
         self._now_s = seen.now_s
         self._picked = None
         self._take_back(seen.now_s - _ASIDE_S)

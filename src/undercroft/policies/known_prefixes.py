@@ -125,8 +125,15 @@ class KnownPrefixes:
                 return row
         return -1
 
-    def see(self, keys: Sequence[ChunkKey], now_s: float, kind: int) -> Seen:
-        """A request used `keys`, root first. Told twice of the same one, it is seen once."""
+    def see(self, keys: Sequence[ChunkKey], now_s: float, kind: int, num_told: int = 0) -> Seen:
+        """A request used `keys`, root first. Told twice of the same one, it is seen once.
+
+        Args:
+            keys: Of full chunks.
+            now_s: The clock's time.
+            kind: How it ended, two bits.
+            num_told: Of so many this very request was seen before; it has grown since.
+        """
         number = len(keys)
         told_at_s, told, seen = self._recent.get(keys[-1], (now_s, 0, None))
         if seen is not None and told == number and told_at_s == now_s:
@@ -135,13 +142,13 @@ class KnownPrefixes:
         if self._last_s is not None:
             self._elapsed_s += max(0.0, now_s - self._last_s)
         self._last_s = now_s
-        seen = self._see(keys, kind & (_NUM_KINDS - 1))
+        seen = self._see(keys, kind & (_NUM_KINDS - 1), num_told)
         if len(self._recent) >= _MAX_RECENT:
             self._recent.clear()
         self._recent[keys[-1]] = now_s, number, seen
         return seen
 
-    def _see(self, keys: Sequence[ChunkKey], kind: int) -> Seen:
+    def _see(self, keys: Sequence[ChunkKey], kind: int, num_told: int) -> Seen:
         now_s = self._elapsed_s
         now = min(_INT32_MAX - 1, int(now_s * _TICKS) + 1)
         self.serial += 1
@@ -158,16 +165,18 @@ class KnownPrefixes:
                 return Seen(self.serial, now_s, keys, rows, [], [])
         state = self._state[rows]
         used = self._used[rows]
-        continuing, gap = 0, 0
-        if num_known:
-            continuing = int(state[num_known - 1]) & _NEAR_END
+        continued = 0
+        if num_known and num_told:
+            continued = _again(state[: min(num_told, num_known)])
+        elif num_known:
             gap = bisect_right(_GAPS_S, (now - int(used[num_known - 1])) / _TICKS)
+            continued = (int(state[num_known - 1]) & _NEAR_END) * _NUM_GAPS + gap
         for i in (state & _TRACKED).nonzero()[0].tolist():
             age_s = (now - int(used[i])) / _TICKS
             self.curves.finish(int(state[i]) >> _CLS_SHIFT & (NUM_CLASSES - 1), age_s)
         sights = state >> _SIGHTS_SHIFT
         by_sights = _NEXT_CLASS.take(sights)
-        first_class = ((continuing * _NUM_GAPS + gap) * _NUM_KINDS + kind) * _NUM_SIGHTS
+        first_class = (continued * _NUM_KINDS + kind) * _NUM_SIGHTS
         starts = [0, *((by_sights[1:] != by_sights[:-1]).nonzero()[0] + 1).tolist()]
         classes = [first_class + int(by_sights[start]) for start in starts]
         state = _NEXT_STATE.take(sights)
@@ -299,3 +308,15 @@ class KnownPrefixes:
         self.curves.learn(cls, (now - since[is_open]) / _TICKS, now / _TICKS)
         self.is_stopped = now == self._learned_at
         self._learned_at = now
+
+
+def _again(state: NDArray[np.uint16]) -> int:
+    """What a request was seen to have before, it has again: not used twice, nor waited for since.
+
+    Returns:
+        Of its class, what it continued, and after how long.
+    """
+    cls = int(state[-1]) >> _CLS_SHIFT & (NUM_CLASSES - 1)
+    state &= ~np.uint16(_TRACKED)
+    state -= np.minimum(state >> _SIGHTS_SHIFT, 1) << _SIGHTS_SHIFT
+    return cls // (_NUM_KINDS * _NUM_SIGHTS)

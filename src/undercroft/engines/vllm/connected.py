@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from typing_extensions import override
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadingEvent,
@@ -145,6 +146,19 @@ class ConnectedManager(UndercroftManager):
             )
         except Exception:  # noqa: BLE001 - engine internals are read here, and they move
             self.check.end()
+
+    def ends(self, prompt: EngineRequest) -> None:
+        """The engine's own request, which says how it ended; `on_request_finished` is next."""
+        if self.recording is not None:
+            self.recording.ends(prompt)
+        request = None if self.is_off else self._requests.get(prompt.request_id)
+        if request is None or self._every_key is None:
+            return
+        try:
+            by_itself = prompt.get_finished_reason() is FinishReason.STOP
+            request.use.kind = int(by_itself and prompt.stop_reason is None)
+        except Exception:  # noqa: BLE001 - engine internals are read here, and they move
+            request.use.kind = 0
 
     @safe(lambda: None)
     def step_computes(self, prompts: Iterable[tuple[int, int]]) -> None:

@@ -262,8 +262,7 @@ class UndercroftConnector(OffloadingConnector):  # type: ignore[misc] # untyped 
         return super().request_finished_all_groups(request, block_ids)  # type: ignore[no-any-return] # untyped here
 
     def _forget(self, request: Request) -> None:
-        if self._manager.recording is not None:
-            self._manager.recording.ends(request)
+        self._manager.ends(request)
         self._leave_queue(request)
         self._num_failed_loads.pop(request.request_id, None)
 

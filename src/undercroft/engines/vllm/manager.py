@@ -32,6 +32,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from undercroft.clock import SystemClock
+from undercroft.engines.vllm.every_key import EveryKey
 from undercroft.engines.vllm.metrics import StepStats
 from undercroft.engines.vllm.pause import is_pause
 from undercroft.engines.vllm.recording import Recording
@@ -109,6 +110,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         reset_s: How long each lower level may take when a reset has to be repeated.
         keeps_across_sleep: What the user says of weights while the engine sleeps: they stay.
         recording: Told of the requests, if they are to be recorded.
+        prompts_only: The engine stores no generated tokens.
     """
 
     def __init__(  # noqa: PLR0913 - wired once, by the spec
@@ -123,6 +125,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         reset_s: float = 1.0,
         keeps_across_sleep: bool = False,
         recording: Recording | None = None,
+        prompts_only: bool = True,
     ) -> None:
         self.hierarchy = hierarchy
         self.recording = recording
@@ -146,6 +149,13 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
             clock=tally.clock,
             groups=dict(zip(names, zip(group_ids, tokens, strict=True), strict=True)),
         )
+        self._every_key: EveryKey | None = None
+        if hierarchy.telling.is_needed:
+            self._every_key = EveryKey(
+                self._group_of, dict(zip(names, tokens, strict=True)), prompts_only=prompts_only
+            )
+        self._coming: dict[str, ReqContext] = {}
+        """Those that have not begun to run, if policies want to know all of their keys."""
         # What every lookup needs, one attribute away.
         self._shards = hierarchy.pool.table.shards
         self._states = hierarchy.pool.slots.states
@@ -188,6 +198,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         self._may_ask_plainly(request, req_context)
         if self.recording is not None:
             self.recording.came(req_context)
+        if self._every_key is not None:
+            self._coming[req_context.req_id] = req_context
         return RequestOffloadingContext()
 
     @override
@@ -196,6 +208,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         request = self._requests.pop(req_context.req_id, None)
         self._asking.pop(req_context.req_id, None)
         self._outdated.pop(req_context.req_id, None)
+        self._coming.pop(req_context.req_id, None)
         if self.recording is not None:
             self.recording.ended(req_context.req_id)
         if request is not None:
@@ -203,6 +216,20 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
             if request.loading or request.num_storing:
                 # Completions may still come, and name the request by its context only.
                 req_context.set_state(request)
+
+    def _began(self, request_id: str) -> None:
+        """It has used, or will have, all chunks of its prompt: policies are told of them all."""
+        context, request = self._coming.pop(request_id, None), self._requests.get(request_id)
+        every_key = self._every_key
+        if context is None or request is None or every_key is None:
+            return
+
+        num_keys = every_key.num_now(context)
+
+        def named() -> list[list[ChunkKey]]:
+            return [list(self._named(keys, context)) for keys in every_key.of(context, num_keys)]
+
+        request.use.every_key = named
 
     def _named(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Collection[ChunkKey]:
         """What the chunks of `keys` are called here, for a request of one of many adapters."""
@@ -368,6 +395,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
             self.check.began(map(self._requests.get, context.new_req_ids))
             if self.recording is not None:
                 self.recording.began(context.new_req_ids)
+            for request_id in context.new_req_ids if self._coming else ():
+                self._began(request_id)
         self.check.look()
         if self.hierarchy.end_step(context.new_req_ids):
             self._distrust()

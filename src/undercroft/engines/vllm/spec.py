@@ -313,6 +313,7 @@ class UndercroftSpec(OffloadingSpec):  # type: ignore[misc] # untyped here
             reset_s=settings.drain_deadline_s,
             keeps_across_sleep=settings.keep_across_sleep,
             recording=self._recording(geometry, hierarchy),
+            prompts_only=self.offload_prompt_only,
         )
 
     def _recording(self, geometry: Geometry, hierarchy: Hierarchy) -> Recording | None:
