@@ -184,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.trace} spans no time, so nothing can be said of a day")
     study = _study(output, trace, asked)
     advice = advise(study, asked.drive, asked.prices)
-    report = check(study, advice.levels, asked.drive) if args.check else None
+    report = _check(output, study, advice, asked.drive) if args.check else None
     words = serve_words(advice, asked.model, study.policies[0].policy, args.path)
     lines = advice_lines(advice, asked.drive, asked.prices)
     lines += [checked(report, study)] if report else []
@@ -292,6 +292,11 @@ def _study(output: Output, trace: Trace, asked: _Asked) -> Study:
         prefill_tokens_per_s=asked.prefill_tokens_per_s,
         disk_bytes_per_s=asked.drive.read_bytes_per_s,
     )
+
+
+def _check(output: Output, study: Study, advice: Advice, drive: Drive) -> Report:
+    with output.progress("checking requests", study.trace.num_requests) as progress:
+        return check(study, advice.levels, drive, progress.step)
 
 
 _Words = tuple[list[str], str]

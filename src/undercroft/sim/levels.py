@@ -58,7 +58,7 @@ class LevelPlan:
     service: Service = field(default_factory=Service)
 
 
-def simulate(
+def simulate(  # noqa: PLR0913 - each is one thing that a user may ask for
     trace: Trace,
     levels: Sequence[LevelPlan],
     *,
@@ -66,6 +66,7 @@ def simulate(
     prefill_tokens_per_s: float = 10_000.0,
     num_warm: int = 0,
     limits: Limits | None = None,
+    on_request: Callable[[], None] | None = None,
 ) -> Report:
     """Replay `trace` through the production hierarchy.
 
@@ -81,6 +82,7 @@ def simulate(
         num_warm: Requests at the beginning that are replayed, not counted.
         limits: Deadlines and shares, as in production; None: an engine's defaults, but everything
             that is there is read, however slow.
+        on_request: Called as each request comes.
 
     Raises:
         ConfigError: No level, a level without room, two of one name, or a warm start longer than
@@ -96,7 +98,7 @@ def simulate(
     buffer = memoryview(mmap.mmap(-1, levels[0].capacity_blocks * SLOT_ALIGNMENT_BYTES))
     rates = (bytes_per_token * trace.block_tokens, prefill_tokens_per_s)
     with _unheard():
-        return _Engine(trace, levels, buffer, rates, limits).run(num_warm)
+        return _Engine(trace, levels, buffer, rates, limits).run(num_warm, on_request or _nobody)
 
 
 @contextmanager
@@ -171,6 +173,10 @@ def _level(
 
 def _only_class(_key: ChunkKey) -> int:
     return 0
+
+
+def _nobody() -> None:
+    pass
 
 
 @dataclass(slots=True, eq=False)
@@ -249,7 +255,8 @@ class _Engine:
         )
         self._waiting: list[_Waiting] = []
 
-    def run(self, num_warm: int) -> Report:
+    def run(self, num_warm: int, on_request: Callable[[], None]) -> Report:
+        """All requests, and what is under way after the last; tells of each as it comes."""
         trace, keys = self._trace, block_keys(self._trace)
         rows = zip(
             trace.times_ms.tolist(), trace.input_tokens.tolist(), trace.iter_blocks(), strict=True
@@ -272,6 +279,7 @@ class _Engine:
                 self._tally.num_references += len(chain)
                 self._tally.num_tokens += tokens
             self._step()
+            on_request()
         self._go_on(float("inf"))
         if num_warm == trace.num_requests:
             before, began_s = self._counted(), self._moment.now_s()
