@@ -213,6 +213,16 @@ def test_people_see_each_level(chats, capsys):
         assert title in text
 
 
+def test_a_share_is_of_full_blocks_where_only_those_are_left(trace, capsys):
+    """Of the trace's nine blocks one is partly filled."""
+    words = ["simulate", "--trace", trace, "--bytes-per-token", "1KiB", "--host", "100%"]
+    for more, told in (([], "host: 9 blocks"), (["--full-blocks"], "host: 8 blocks")):
+        assert main([*words, *more]) == 0
+        out = capsys.readouterr().out
+        assert told in out
+        assert "together" not in out
+
+
 def test_a_terminal_is_shown_how_far_it_is(chats):
     """A step for each request and policy, through the hook of the simulation."""
     seen = []
@@ -239,3 +249,21 @@ def test_wrong_levels_are_named(chats, words, what, capsys):
     """Code 2, and one line that says what to write."""
     assert main(["simulate", "--trace", chats, *words]) == 2
     assert what in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--disk-read", "1GB"),
+        ("--disk-write", "1GB"),
+        ("--disk-latency", "1"),
+        ("--admission", "frequency"),
+        ("--prefill-tokens-per-s", "1"),
+    ],
+)
+def test_nobody_thinks_that_one_level_alone_had_a_disk(chats, flag, value, capsys):
+    """What would be ignored is refused; what says nothing new is not."""
+    words = ["simulate", "--trace", chats, "--capacity", "50%"]
+    assert main([*words, flag, value]) == 2
+    assert f"{flag} is for the whole hierarchy" in capsys.readouterr().err
+    assert main([*words, "--admission", "always"]) == 0

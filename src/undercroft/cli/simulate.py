@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from undercroft.cli.capacities import Capacity, parse_capacities, parse_percent
 from undercroft.cli.output import Column, Exit, Output, Subparsers, add_command, output_for
-from undercroft.cli.simulate_levels import add_level_flags, run_levels
+from undercroft.cli.simulate_levels import add_level_flags, refuse_level_flags, run_levels
 from undercroft.cli.store import counted, say, size_text
 from undercroft.errors import ConfigError
 from undercroft.settings import parse_size
@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
         token_bytes = parse_size(args.bytes_per_token, "--bytes-per-token")
     if args.host is not None or args.disk is not None:
         return run_levels(args, output, warm_ratio, token_bytes)
+    refuse_level_flags(args)
     policies = _policies(args.policy)
     trace = load(args.trace, args.format)
     if args.full_blocks:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from undercroft import plugins
 from undercroft.cli.capacities import Capacity, parse_capacities
@@ -16,9 +17,16 @@ from undercroft.settings import parse_size
 from undercroft.sim import BOUNDS, Hits, LevelPlan, Report, Service, hit_curve, simulate
 from undercroft.traces import Trace, load
 
-__all__ = ["add_level_flags", "run_levels"]
+__all__ = ["add_level_flags", "refuse_level_flags", "run_levels"]
 
-_PREFILL_TOKENS_PER_S = 8000.0
+_OF_LEVELS = {
+    "--disk-read": "3GB",
+    "--disk-write": "2GB",
+    "--disk-latency": 1e-4,
+    "--admission": "always",
+    "--prefill-tokens-per-s": 8000.0,
+}
+"""What one level alone has no use for, and what it is if nothing is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +57,48 @@ def add_level_flags(parser: argparse.ArgumentParser) -> None:
     levels.add_argument("--host", metavar="C", help="host memory of this capacity")
     levels.add_argument("--disk", metavar="C", help="a disk of this capacity below it")
     levels.add_argument(
-        "--disk-read", default="3GB", metavar="SIZE", help="what it reads in a second (%(default)s)"
+        "--disk-read",
+        default=_OF_LEVELS["--disk-read"],
+        metavar="SIZE",
+        help="what it reads in a second (%(default)s)",
     )
     levels.add_argument(
         "--disk-write",
-        default="2GB",
+        default=_OF_LEVELS["--disk-write"],
         metavar="SIZE",
         help="what it writes in a second (%(default)s)",
     )
     levels.add_argument(
         "--disk-latency",
         type=float,
-        default=1e-4,
+        default=_OF_LEVELS["--disk-latency"],
         metavar="SECONDS",
         help="what each read and write takes besides (%(default)g)",
     )
     levels.add_argument(
-        "--admission", default="always", metavar="A", help="who comes into the disk (%(default)s)"
+        "--admission",
+        default=_OF_LEVELS["--admission"],
+        metavar="A",
+        help="who comes into the disk (%(default)s)",
     )
     levels.add_argument(
         "--prefill-tokens-per-s",
         type=float,
-        default=_PREFILL_TOKENS_PER_S,
+        default=_OF_LEVELS["--prefill-tokens-per-s"],
         metavar="N",
         help="what an engine computes of prompts, for the seconds saved (%(default)g)",
     )
+
+
+def refuse_level_flags(args: argparse.Namespace) -> None:
+    """Nobody is to think that one level alone had an admission, or a disk that takes its time.
+
+    Raises:
+        ConfigError: Such a thing is said.
+    """
+    for flag, default in _OF_LEVELS.items():
+        if getattr(args, flag[2:].replace("-", "_")) != default:
+            raise ConfigError(f"{flag} is for the whole hierarchy: say how large it is, by --host")
 
 
 def run_levels(
@@ -92,7 +117,7 @@ def run_levels(
     with output.progress("simulating requests", total) as progress:
         for policy in policies:
             began_s = time.process_time()
-            report = _simulate(levels, policy, lambda policy=policy: progress.step(note=policy))
+            report = _simulate(levels, policy, partial(progress.step, note=policy))
             runs.append(_Run(policy, report, time.process_time() - began_s))
     _show(output, levels, runs, optimum)
     output.data(_as_data(args.trace, levels, runs, optimum))
@@ -130,13 +155,15 @@ def _levels(args: argparse.Namespace, warm_ratio: float, token_bytes: int | None
         parse_size(args.disk_write, "--disk-write"),
     )
     trace = load(args.trace, args.format)
+    if args.full_blocks:
+        trace = trace.full_blocks()
     sizes = []
     for name, text in (("host", args.host), ("disk", args.disk)):
         if text is not None:
             (size,) = _one(parse_capacities(text, trace, token_bytes, f"--{name}"), name)
             sizes.append((name, size))
     return _Levels(
-        trace.full_blocks() if args.full_blocks else trace,
+        trace,
         tuple(sizes),
         service,
         args.admission,
@@ -152,7 +179,7 @@ def _one(capacities: list[Capacity], name: str) -> list[Capacity]:
     return capacities
 
 
-def _simulate(levels: _Levels, policy: str, on_request: object) -> Report:
+def _simulate(levels: _Levels, policy: str, on_request: Callable[[], None]) -> Report:
     plans = [
         LevelPlan(
             name,
@@ -169,7 +196,7 @@ def _simulate(levels: _Levels, policy: str, on_request: object) -> Report:
         bytes_per_token=levels.token_bytes,
         prefill_tokens_per_s=levels.prefill_tokens_per_s,
         num_warm=levels.num_warm,
-        on_request=on_request,  # type: ignore[arg-type] # a lambda with a default
+        on_request=on_request,
     )
 
 
@@ -196,9 +223,10 @@ def _show(output: Output, levels: _Levels, runs: Sequence[_Run], optimum: Hits) 
         say(output, f"the first {counted(levels.num_warm, 'request')} are not counted")
     titles = ["POLICY", "LEVEL", "BLOCK HITS", "BLOCKS", "TOKEN HITS", "TOKENS", "BYTES"]
     rows = [row for run in runs for row in _found(run)]
+    where = "together" if len(levels.sizes) > 1 else "host"
     together = [_percent(optimum.block_hit_ratio), f"{optimum.hit_blocks:,}"]
     together += [_percent(optimum.token_hit_ratio), f"{optimum.hit_tokens:,}", "", ""]
-    _table(output, [*titles, "SECONDS SAVED"], [*rows, ["optimum", "together", *together]])
+    _table(output, [*titles, "SECONDS SAVED"], [*rows, ["optimum", where, *together]])
     titles = ["POLICY", "LEVEL", "READ", "WRITTEN", "BYTES WRITTEN", "TIMES EACH", "EVICTED"]
     rows = [row for run in runs for row in _moved(run, levels)]
     _table(output, [*titles, "DECLINED"], rows)

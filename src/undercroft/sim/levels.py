@@ -35,7 +35,6 @@ __all__ = ["LevelPlan", "simulate"]
 _WRITE_DEADLINE_S = 30.0
 _STEP_S, _IDLE_STEP_S = 0.02, 0.1
 """How long a step of an engine takes, with requests that wait and without."""
-_QUEUED_CHUNKS_PER_SLOT = 4
 _QUEUED_SHARE = 4
 
 
