@@ -169,7 +169,7 @@ def test_a_path_has_its_root_also_where_the_engine_had_that_itself(worlds: list[
     world.engine.run(keys[:6])
     drain(world)
     request = Request("again", {key: at for at, key in enumerate(keys, 1)}.get)
-    request.use.every_key = lambda: [keys]
+    request.use.every_key = lambda _chain: [keys]
     grow(world, request, keys[6:])
     world.hierarchy.finish_request(request)
     drain(world)
@@ -177,7 +177,7 @@ def test_a_path_has_its_root_also_where_the_engine_had_that_itself(worlds: list[
     for policy in policies:
         assert list(policy.victims()) == keys[::-1]
     repeated = Request("only repeated")
-    repeated.use.every_key = lambda: [keys]
+    repeated.use.every_key = lambda _chain: [keys]
     world.hierarchy.finish_request(repeated)
     assert sights(known, keys) == [3] * 6 + [2] * 2
 

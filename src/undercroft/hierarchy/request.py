@@ -70,7 +70,7 @@ def _no_position(_key: ChunkKey) -> int | None:
     return None
 
 
-def _not_known() -> list[list[ChunkKey]]:
+def _not_known(_chain: Iterable[ChunkKey]) -> list[list[ChunkKey]]:
     return []
 
 
@@ -79,13 +79,14 @@ class Use:
     """What policies that learn are told of a request: see `undercroft.policies.base.Learning`.
 
     Args:
-        every_key: Gives the keys of all its full chunks, those that the engine had by itself among
-            them: of each group, root first, without holes. Nothing if the adapter does not know.
+        every_key: Given what it loaded and stored: the keys of all its full chunks, those that the
+            engine had by itself among them, of each group, root first, without holes. Nothing if
+            the adapter does not know.
         kind: How it ended.
         num_told: By group, how many of them policies were told of.
     """
 
-    every_key: Callable[[], list[list[ChunkKey]]] = _not_known
+    every_key: Callable[[Iterable[ChunkKey]], list[list[ChunkKey]]] = _not_known
     kind: int = 0
     num_told: dict[object, int] = field(default_factory=dict)
 

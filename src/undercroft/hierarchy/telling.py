@@ -79,7 +79,7 @@ class Telling:
 
     def _tell(self, request: Request, chain: list[ChunkKey]) -> None:
         now_s = self._clock.now_s()
-        for keys in request.use.every_key() or (request.by_group(chain) if chain else []):
+        for keys in request.use.every_key(chain) or (request.by_group(chain) if chain else []):
             group = request.group_of(keys[0]) if request.group_of is not None else None
             num_told = min(request.use.num_told.get(group, 0), len(keys))
             if num_told == len(keys):

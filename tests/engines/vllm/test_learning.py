@@ -5,8 +5,11 @@ from types import SimpleNamespace
 import pytest
 from rig import running
 from shapes import Group, prompt
+from vllm.v1.kv_offload.base import ReqContext
 
 from undercroft.engines.vllm.connector import UndercroftConnector
+from undercroft.engines.vllm.every_key import EveryKey
+from undercroft.hierarchy.request import Request
 
 HAZARD = {"host": "4MiB", "policy": "hazard"}
 NO_SPEC = {"spec_name": "UndercroftSpec", "spec_module_path": "undercroft.engines.vllm"}
@@ -85,7 +88,7 @@ def test_one_that_never_ran_is_not_told_of():
         rig.settle()
         ((keys, kind, _),) = told
         assert (len(keys), kind) == (4, 0)
-        assert not rig.manager._coming
+        assert not rig.manager._every_key._coming
 
 
 def test_a_vllm_that_keeps_keys_elsewhere_tells_what_it_stores(monkeypatch):
@@ -102,11 +105,27 @@ def test_a_vllm_that_keeps_keys_elsewhere_tells_what_it_stores(monkeypatch):
         assert [len(keys) for keys, *_ in told] == [6, 6]
 
 
+def test_what_ends_within_a_chunk_comes_last_if_it_is_stored():
+    """The last state of a recurrent group; one that was only asked for is nobody's."""
+    context = ReqContext("r")
+    for number in range(3):
+        context.set_offload_key_position(b"chunk %d" % number, 32 * (number + 1))
+    context.set_offload_key_position(b"asked for", 80)
+    context.set_offload_key_position(b"stored", 112)
+    every = EveryKey(lambda keys, _context: keys, None, {None: 32}, prompts_only=True)
+    every.came(context)
+    request = Request("r")
+    every.began([None, request])
+    context.set_offload_key_position(b"generated", 128)
+    chunks = [b"chunk 0", b"chunk 1", b"chunk 2"]
+    assert request.use.every_key([]) == [chunks]
+    assert request.use.every_key([b"stored", b"chunk 1", b"generated"]) == [[*chunks, b"stored"]]
+
+
 def test_nothing_is_kept_for_a_policy_that_learns_nothing():
     """No contexts, no keys."""
     with running({"host": "4MiB"}, connector=UndercroftConnector) as rig:
         rig.submit(prompt(1, 100))
         assert rig.manager._every_key is None
-        assert not rig.manager._coming
         rig.settle()
         assert not rig.hierarchy.telling.is_needed

@@ -152,10 +152,11 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         self._every_key: EveryKey | None = None
         if hierarchy.telling.is_needed:
             self._every_key = EveryKey(
-                self._group_of, dict(zip(names, tokens, strict=True)), prompts_only=prompts_only
+                self._named,
+                self._group_of,
+                dict(zip(names, tokens, strict=True)),
+                prompts_only=prompts_only,
             )
-        self._coming: dict[str, ReqContext] = {}
-        """Those that have not begun to run, if policies want to know all of their keys."""
         # What every lookup needs, one attribute away.
         self._shards = hierarchy.pool.table.shards
         self._states = hierarchy.pool.slots.states
@@ -199,7 +200,7 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         if self.recording is not None:
             self.recording.came(req_context)
         if self._every_key is not None:
-            self._coming[req_context.req_id] = req_context
+            self._every_key.came(req_context)
         return RequestOffloadingContext()
 
     @override
@@ -208,7 +209,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
         request = self._requests.pop(req_context.req_id, None)
         self._asking.pop(req_context.req_id, None)
         self._outdated.pop(req_context.req_id, None)
-        self._coming.pop(req_context.req_id, None)
+        if self._every_key is not None:
+            self._every_key.ended(req_context.req_id)
         if self.recording is not None:
             self.recording.ended(req_context.req_id)
         if request is not None:
@@ -216,20 +218,6 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
             if request.loading or request.num_storing:
                 # Completions may still come, and name the request by its context only.
                 req_context.set_state(request)
-
-    def _began(self, request_id: str) -> None:
-        """It has used, or will have, all chunks of its prompt: policies are told of them all."""
-        context, request = self._coming.pop(request_id, None), self._requests.get(request_id)
-        every_key = self._every_key
-        if context is None or request is None or every_key is None:
-            return
-
-        num_keys = every_key.num_now(context)
-
-        def named() -> list[list[ChunkKey]]:
-            return [list(self._named(keys, context)) for keys in every_key.of(context, num_keys)]
-
-        request.use.every_key = named
 
     def _named(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Collection[ChunkKey]:
         """What the chunks of `keys` are called here, for a request of one of many adapters."""
@@ -395,8 +383,8 @@ class UndercroftManager(OffloadingManager):  # type: ignore[misc] # untyped here
             self.check.began(map(self._requests.get, context.new_req_ids))
             if self.recording is not None:
                 self.recording.began(context.new_req_ids)
-            for request_id in context.new_req_ids if self._coming else ():
-                self._began(request_id)
+            if self._every_key is not None:
+                self._every_key.began(map(self._requests.get, context.new_req_ids))
         self.check.look()
         if self.hierarchy.end_step(context.new_req_ids):
             self._distrust()
