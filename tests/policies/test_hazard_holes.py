@@ -56,6 +56,18 @@ def test_what_is_left_out_of_a_path_can_still_go(told: list[int]) -> None:
     assert list(policy.victims()) == []
 
 
+def test_what_is_awaited_above_comes_into_the_path() -> None:
+    """Of a window only the last chunks are stored; those above may come at any time later."""
+    policy, keys = made(), prefixes([0] * 8)
+    policy.on_request(keys[:6], 1.0)
+    policy.on_insert_all([keys[5], keys[4]])
+    ask(policy, [keys[4], keys[5]], 2.0)
+    for key in reversed(keys[:4]):
+        policy.on_insert(key)
+    assert list(policy.victims()) == keys[5::-1]
+    assert policy.evict(20, lambda _key: False) == keys[5::-1]
+
+
 class WithHoles(RuleBasedStateMachine):
     """Against a plain set of what is resident."""
 

@@ -171,7 +171,7 @@ class Paths:
         return owner, [run for run in _runs(owner) if run[2] >= 0 and run[2] != _ADOPTED]
 
     def _is_whole(self, rows: NDArray[np.int64], owner: NDArray[np.int32], run: _Run) -> bool:
-        """Whether a run of a request leaves out nothing resident above it, and is in order."""
+        """Whether a run of a request is in order, and leaves out nothing that is there above it."""
         start, stop, old_id = run
         old = self.get(old_id)
         if old.hangs and (not start or rows[start - 1] != old.parent_row):
@@ -179,15 +179,15 @@ class Paths:
         last = self._depth_of[rows[stop - 1]] - old.cut
         if last == stop - start - 1 and self._depth_of[rows[start]] == old.cut:
             return True  # by far the most; out of order and yet so is next to impossible
-        places = self._depth[rows[:stop][owner[:stop] == old_id]]
-        num_above = np.count_nonzero(self._owner[old.rows[: last + 1]] == old_id)
+        places = self._depth[rows[:stop][_is_of(owner[:stop], old_id)]]
+        num_above = np.count_nonzero(_is_of(self._owner[old.rows[: last + 1]], old_id))
         return len(places) == num_above and bool((places[1:] > places[:-1]).all())
 
     def _whole(self, seen: Seen, runs: list[_Run]) -> Seen:
-        """A request that was told of with holes, with all that is resident above what it has.
+        """A request that was told of with holes, with all that is there above what it has.
 
-        Or some of a path would go to another, and what lies above be nobody's. The class of what is
-        filled in is that of what follows.
+        Or the lower part of a path would go to another, and what lies above be nobody's. The class
+        of what is filled in is that of what follows.
         """
         above_of = {
             start: self._down_to(self.get(old_id), int(self._depth[seen.rows[start:stop]].max()))
@@ -210,13 +210,13 @@ class Paths:
         )
 
     def _down_to(self, path: Path, depth: int) -> list[tuple[int, ChunkKey]]:
-        """What is resident of a path down to a depth, and of those it hangs at, from the root."""
+        """What is resident or awaited of a path down to a depth, and of those that it hangs at."""
         parts: list[list[tuple[int, ChunkKey]]] = []
         ids: set[int] = set()
         while path.id not in ids:
             ids.add(path.id)
             rows = path.rows[: depth - path.cut + 1]
-            own = np.flatnonzero(self._owner[rows] == path.id).tolist()
+            own = _is_of(self._owner[rows], path.id).nonzero()[0].tolist()
             parts.append([(int(rows[at]), path.keys[at]) for at in own])
             owner = self._owner_of[path.parent_row] if path.hangs else _ABSENT
             if owner >= 0 and owner != _ADOPTED:
@@ -428,6 +428,12 @@ class Paths:
     def num_hanging(self, row: int) -> int:
         """How many paths hang at a row."""
         return int(self._hanging[row])
+
+
+def _is_of(owner: NDArray[np.int32], path_id: int) -> NDArray[np.bool_]:
+    """Which rows are resident in a path, or awaited there."""
+    is_of: NDArray[np.bool_] = (owner == path_id) | (owner == -2 - path_id)
+    return is_of
 
 
 def _runs(owner: NDArray[np.int32]) -> list[_Run]:
