@@ -134,7 +134,7 @@ def draw(told: Told, folder: Path) -> dict[str, list[Path]]:
 
 
 def _save(figure: Any, file: Path) -> None:  # noqa: ANN401 - matplotlib's
-    """Without a date: the same study gives the same bytes. A palette makes PNGs a third as large."""
+    """Without a date: the same study gives the same bytes. A palette: PNGs a third as large."""
     if file.suffix == ".svg":
         figure.savefig(file, metadata={"Date": None})
         return
