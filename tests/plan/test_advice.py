@@ -154,6 +154,7 @@ def test_where_nothing_comes_again_the_least_is_advised() -> None:
     assert "hardly anything comes again" in studied(study, SHAPE, "m")[-1]
     prices = Prices(host=1e-3, disk=1e-5, engine=1e-4, years=5.0)
     lines = advice_lines(advise(study, drive(), prices), drive(), prices)
+    assert lines[0].endswith("no disk: of these sizes, the one that loses least")
     assert lines[-1].endswith("more than it saves: by these prices no cache is worth it")
 
 

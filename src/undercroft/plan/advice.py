@@ -105,7 +105,12 @@ def _best(study: Study, every: Sequence[Levels], prices: Prices) -> tuple[Levels
     if prices.are_complete:
         # Of equals the first, which has the least host memory, and then the smallest disk.
         best = max(every, key=lambda levels: net_a_month(levels, prices))
-        return best, "of these sizes, what it saves exceeds what it costs by most"
+        pays = net_a_month(best, prices) >= 0
+        least = "of these sizes, the one that loses least"
+        return (
+            best,
+            "of these sizes, what it saves exceeds what it costs by most" if pays else least,
+        )
     bought = prices if None not in (prices.host, prices.disk) else _USUAL
     frontier: list[tuple[float, float, Levels]] = []
     for levels in sorted(every, key=lambda each: _cost(each, bought)):
