@@ -290,7 +290,7 @@ def reset_by_another(scene: Scene) -> None:
     with running(
         scene.rig.extra, num_blocks=20, engine_id="another", connector=UndercroftConnector
     ) as another:
-        assert another.hierarchy.levels[0].tier.inner.namespace == tier.namespace
+        assert another.hierarchy.levels[0].tier.namespace == tier.inner.namespace
         another.on_scheduler.reset_cache()
     time.sleep(0.03)  # what is seen of it may be 20 ms old
     new_weights(scene)
