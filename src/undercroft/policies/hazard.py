@@ -62,7 +62,7 @@ class Hazard:
             known = KnownPrefixes.for_chunks(capacity_chunks)
         self.known = known
         self._paths = Paths(known.num_rows)
-        known.in_use.append(self._paths.are_needed)
+        known.in_use.append(self._paths)
         # Chunks that no request has told of: newly read from a lower level, found at the start.
         self._strays = KeyQueue()
         self._num_strays = 0

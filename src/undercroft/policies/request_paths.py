@@ -77,6 +77,7 @@ class Paths:
         self._depth = np.zeros(num_rows, dtype=np.int32)  # in the path before anything was cut off
         self._depth_of = self._depth.data
         self._hanging = np.zeros(num_rows, dtype=np.int32)  # paths that hang at a row
+        self._hanging_of = self._hanging.data
         for column in (self._depth, self._hanging):
             column.fill(0)  # the scheduler's thread pays for no page when it comes to it
         self._by_id: list[Path | None] = []
@@ -88,6 +89,10 @@ class Paths:
         """Which rows must not be given to another prefix."""
         needed: NDArray[np.bool_] = (self._owner[rows] != _ABSENT) | (self._hanging[rows] != 0)
         return needed
+
+    def is_needed(self, row: int) -> bool:
+        """The same, of one row."""
+        return self._owner_of[row] != _ABSENT or self._hanging_of[row] != 0
 
     def __iter__(self) -> Iterator[Path]:
         """All that have residents."""
