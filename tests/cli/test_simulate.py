@@ -2,14 +2,19 @@
 
 import gzip
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from tests.cli.rig import undercroft, undercroft_json
+from tests.plan.traces import sessions
+from tests.sim.paths import turns
+from undercroft.cli.capacities import parse_capacities
 from undercroft.cli.main import main
-from undercroft.cli.simulate import parse_capacities
+from undercroft.sim import LevelPlan, Service, simulate
 from undercroft.traces import TraceBuilder
+from undercroft.traces.writer import write_trace
 
 LINES = [
     {"format": "prefix-delta-v1", "name": "small", "block_tokens": 16},
@@ -147,3 +152,135 @@ def test_shares_are_rounded_down_and_not_by_accident():
         assert capacity.num_blocks == percent
     (capacity,) = parse_capacities("2.99%", trace, None)
     assert capacity.num_blocks == 2
+
+
+def test_kinds_are_told_or_not(tmp_path):
+    """To one level alone and to a hierarchy, by the same word."""
+    path = tmp_path / "turns.jsonl"
+    with path.open("wb", buffering=0) as file:
+        write_trace(turns(1500, 1), file)
+    found = {}
+    for kinds in ("all", "none"):
+        words = ("simulate", "--trace", str(path), "--policy", "hazard", "--kinds", kinds)
+        (alone, *_) = undercroft_json(*words, "--capacity", "600blocks")["policies"]
+        levels = ("--host", "600blocks", "--bytes-per-token", "1KiB")
+        (both,) = undercroft_json(*words, *levels)["policies"]
+        found[kinds] = [alone["rows"][0]["block_hit_ratio"], both["block_hit_ratio"]]
+    for told, not_told in zip(found["all"], found["none"], strict=True):
+        assert told > not_told + 0.05
+
+
+CHATS = ["--bytes-per-token", "1KiB", "--host", "16blocks", "--disk", "200blocks"]
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> str:
+    path = tmp_path / "chats.jsonl.gz"
+    with path.open("wb", buffering=0) as file:
+        write_trace(sessions(20, 6), file)
+    return str(path)
+
+
+def test_levels_in_json_are_what_the_hierarchy_counts(chats):
+    """Every number of the report, by level; bytes and ratios beside them."""
+    words = ("simulate", "--trace", chats, *CHATS, "--policy", "lru,arc", "--warm", "25%")
+    found = undercroft_json(*words, "--disk-write", "1GB", "--prefill-tokens-per-s", "100")
+    assert found["trace"]["num_warm_requests"] == 30
+    assert [each["policy"] for each in found["policies"]] == ["lru", "arc"]
+    service = Service(1e-4, 3e9, 1e9)
+    for each in found["policies"]:
+        plans = [LevelPlan("host", 16, each["policy"])]
+        plans.append(LevelPlan("disk", 200, each["policy"], service=service))
+        report = simulate(
+            sessions(20, 6), plans, bytes_per_token=1024, prefill_tokens_per_s=100, num_warm=30
+        )
+        assert (
+            each.items()
+            >= {
+                **{key: value for key, value in asdict(report).items() if key != "levels"},
+                "block_hit_ratio": report.block_hit_ratio,
+                "token_hit_ratio": report.token_hit_ratio,
+                "saved_prefill_s": report.saved_prefill_s,
+            }.items()
+        )
+        for told, level in zip(each["levels"], report.levels, strict=True):
+            assert told == {
+                **asdict(level),
+                "capacity_bytes": level.capacity_blocks * 16384,
+                "read_bytes": level.num_read * 16384,
+                "written_bytes": level.num_written * 16384,
+                "write_amplification": level.write_amplification,
+            }
+    disk = found["policies"][0]["levels"][1]
+    assert min(disk[key] for key in ("hit_blocks", "num_read", "num_written")) > 0
+    assert found["optimum"]["hit_blocks"] >= found["policies"][0]["levels"][0]["hit_blocks"]
+
+
+def test_people_see_each_level(chats, capsys):
+    """What is found, what is moved, what is waited for; levels and both together."""
+    assert main(["simulate", "--trace", chats, *CHATS, "--policy", "lru"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == ["host: 16 blocks, 256 KiB", "disk: 200 blocks, 3.12 MiB"]
+    cells = [line.split("  ")[0].split() + line.split()[1:2] for line in lines[4:9]]
+    assert [row[-1] for row in cells] == ["LEVEL", "host", "disk", "together", "together"]
+    text = "\n".join(lines)
+    for title in ("BLOCK HITS", "TOKEN HITS", "BYTES", "SECONDS SAVED", "READ", "WRITTEN"):
+        assert title in text
+    for title in ("TIMES EACH", "EVICTED", "DECLINED", "WAITED FOR DISKS", "optimum"):
+        assert title in text
+
+
+def test_a_share_is_of_full_blocks_where_only_those_are_left(trace, capsys):
+    """Of the trace's nine blocks one is partly filled."""
+    words = ["simulate", "--trace", trace, "--bytes-per-token", "1KiB", "--host", "100%"]
+    for more, told in (([], "host: 9 blocks"), (["--full-blocks"], "host: 8 blocks")):
+        assert main([*words, *more]) == 0
+        out = capsys.readouterr().out
+        assert told in out
+        assert "together" not in out
+
+
+def test_a_terminal_is_shown_how_far_it_is(chats):
+    """A step for each request and policy, through the hook of the simulation."""
+    seen = []
+    report = simulate(sessions(20, 6), [LevelPlan("host", 9)], on_request=lambda: seen.append(None))
+    assert len(seen) == report.num_requests == 120
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--disk", "1%"], "say how large that is, by --host"),
+        (["--host", "1%", "--capacity", "1%"], "--capacity is for one level alone"),
+        (["--host", "1%"], "--bytes-per-token has to say"),
+        ([*CHATS, "--policy", "belady"], "--policy belady knows the future"),
+        ([*CHATS, "--policy", "lrv"], "did you mean 'lru'?"),
+        ([*CHATS, "--admission", "alwys"], "did you mean 'always'?"),
+        ([*CHATS, "--host", "1%,2%"], "--host is one capacity"),
+        ([*CHATS, "--disk", "much"], "--disk 'much' is not a capacity"),
+        ([*CHATS, "--disk-latency", "-1"], "--disk-latency not below it"),
+        ([*CHATS, "--disk-read", "fast"], "--disk-read is 'fast', which is not a size"),
+    ],
+)
+def test_wrong_levels_are_named(chats, words, what, capsys):
+    """Code 2, and one line that says what to write."""
+    assert main(["simulate", "--trace", chats, *words]) == 2
+    assert what in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--disk-read", "1GB"),
+        ("--disk-write", "1GB"),
+        ("--disk-latency", "1"),
+        ("--admission", "frequency"),
+        ("--prefill-tokens-per-s", "1"),
+    ],
+)
+def test_nobody_thinks_that_one_level_alone_had_a_disk(chats, flag, value, capsys):
+    """What would be ignored is refused; what says nothing new is not."""
+    words = ["simulate", "--trace", chats, "--capacity", "50%"]
+    assert main([*words, flag, value]) == 2
+    assert f"{flag} is for the whole hierarchy" in capsys.readouterr().err
+    assert main([*words, "--admission", "always"]) == 0

@@ -3,43 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from undercroft.cli.capacities import Capacity, parse_capacities, parse_percent
 from undercroft.cli.output import Column, Exit, Output, Subparsers, add_command, output_for
+from undercroft.cli.simulate_levels import add_level_flags, refuse_level_flags, run_levels
 from undercroft.cli.store import counted, say, size_text
+from undercroft.cli.trace_flags import add_trace_flags, load_trace
 from undercroft.errors import ConfigError
 from undercroft.settings import parse_size
 from undercroft.sim import BOUNDS, Hits, check_policy, hit_curve
-from undercroft.traces import Trace, load
+from undercroft.traces import Trace
 
-__all__ = ["Capacity", "add_parser", "add_trace_flags", "parse_capacities", "parse_percent", "run"]
+__all__ = ["add_parser", "run"]
 
-_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
-_BLOCKS = re.compile(r"\s*(\d[\d_]*)\s*blocks?\s*")
-_FORMS = (
-    'a share of the trace\'s blocks ("1%"), a number of them ("5000blocks") or a size ("64GiB")'
-)
+_CAPACITIES = "1%,2%,5%,10%"
 _ONE_PASS = ("lru", "unbounded")
 _COLUMNS_AT_ONCE = 7
 """Capacities side by side; more go below each other."""
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """A capacity to replay at.
-
-    Args:
-        text: As it was asked for.
-        num_blocks: What fits, in blocks of the trace.
-        num_bytes: The same in bytes, if those of a token are known.
-    """
-
-    text: str
-    num_blocks: int
-    num_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +40,9 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         "replay a trace of requests: which policy, at which size, finds how much",
         description="Replays a trace through the classes that an engine would run, one level "
         "alone, and shows which share of its blocks and tokens each policy finds, beside the "
-        "optimum (belady, which knows the future) and room for everything (unbounded).",
+        "optimum (belady, which knows the future) and room for everything (unbounded). With --host "
+        "the whole hierarchy runs, on a clock that jumps: what each level finds, reads, writes, "
+        "and what requests wait for it.",
     )
     add_trace_flags(parser)
     parser.add_argument(
@@ -65,9 +50,9 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--capacity",
-        default="1%,2%,5%,10%",
         metavar="C[,C...]",
-        help="shares of the trace's blocks, 5000blocks, or sizes such as 64GiB (%(default)s)",
+        help="shares of the trace's blocks, 5000blocks, or sizes such as 64GiB "
+        f"({_CAPACITIES.replace('%', '%%')})",
     )
     parser.add_argument(
         "--bytes-per-token", metavar="SIZE", help="of the model's KV cache; for capacities in bytes"
@@ -83,92 +68,29 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
         action="store_true",
         help="leave out partly filled last blocks, which an engine does not store",
     )
-
-
-def add_trace_flags(parser: argparse.ArgumentParser) -> None:
-    """Which trace is replayed."""
-    parser.add_argument(
-        "--trace", required=True, metavar="FILE", help="the requests, plain or compressed with gzip"
-    )
-    parser.add_argument(
-        "--format", metavar="NAME", help="its format; told by its first line where left out"
-    )
+    add_level_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """See `main.Command`."""
     output = output_for(args)
-    policies = _policies(args.policy)
     warm_ratio = parse_percent(args.warm, "--warm")
     if warm_ratio > 1:
         raise ConfigError(f"--warm is {args.warm}; a trace has no more than 100%")
     token_bytes = None
     if args.bytes_per_token is not None:
         token_bytes = parse_size(args.bytes_per_token, "--bytes-per-token")
-    trace = load(args.trace, args.format)
-    if args.full_blocks:
-        trace = trace.full_blocks()
-    capacities = parse_capacities(args.capacity, trace, token_bytes)
+    if args.host is not None or args.disk is not None:
+        return run_levels(args, output, warm_ratio, token_bytes)
+    refuse_level_flags(args)
+    policies = _policies(args.policy)
+    trace = load_trace(args, full_blocks=args.full_blocks)
+    capacities = parse_capacities(args.capacity or _CAPACITIES, trace, token_bytes)
     num_warm = int(warm_ratio * trace.num_requests)
     curves = _replay(trace, policies, capacities, num_warm, output)
     _show(output, trace, capacities, curves, num_warm)
     output.data(_as_data(args.trace, trace, capacities, curves, num_warm))
     return Exit.FINE
-
-
-def parse_percent(text: str, where: str) -> float:
-    """The ratio that `"12.5%"` is.
-
-    Raises:
-        ConfigError: It is no percentage.
-    """
-    match = _PERCENT.fullmatch(text)
-    if not match:
-        raise ConfigError(f'{where} is {text!r}, which is no percentage, such as "10%"')
-    return float(match[1]) / 100
-
-
-def parse_capacities(text: str, trace: Trace, token_bytes: int | None) -> list[Capacity]:
-    """Capacities separated by commas.
-
-    Args:
-        text: As typed.
-        trace: What shares are of.
-        token_bytes: Bytes of a token's KV cache; None: sizes in bytes mean nothing.
-
-    Raises:
-        ConfigError: One of them is none, or not even a block; the message says what is accepted.
-    """
-    block_bytes = None if token_bytes is None else token_bytes * trace.block_tokens
-    found = []
-    for part in (part.strip() for part in text.split(",")):
-        num_blocks = _num_blocks(part, trace, block_bytes)
-        if num_blocks < 1:
-            raise ConfigError(
-                f"--capacity {part!r} is less than one block of the trace, which has "
-                f"{trace.num_blocks} of {trace.block_tokens} tokens; give more"
-            )
-        num_bytes = None if block_bytes is None else num_blocks * block_bytes
-        found.append(Capacity(part, num_blocks, num_bytes))
-    return found
-
-
-def _num_blocks(text: str, trace: Trace, block_bytes: int | None) -> int:
-    if _PERCENT.fullmatch(text):
-        # Rounded first: 0.07 of 100 is 7 and not 6.
-        return int(round(parse_percent(text, "--capacity") * trace.num_blocks, 6))
-    if blocks := _BLOCKS.fullmatch(text):
-        return int(blocks[1])
-    try:
-        num_bytes = parse_size(text, "--capacity")
-    except ConfigError:
-        raise ConfigError(f"--capacity {text!r} is not a capacity: give {_FORMS}") from None
-    if block_bytes is None:
-        raise ConfigError(
-            f"--capacity {text!r} is a size, so --bytes-per-token has to say what a token takes "
-            '("128KiB" for Llama 3.1 8B); or give a share, as "1%"'
-        )
-    return num_bytes // block_bytes
 
 
 def _policies(text: str) -> list[str]:

@@ -197,8 +197,16 @@ def replay(
     return Curve(policy, tuple(sizes), tuple(rows))
 
 
-def check(study: Study, levels: Levels, drive: Drive) -> Report:
+def check(
+    study: Study, levels: Levels, drive: Drive, on_request: Callable[[], None] | None = None
+) -> Report:
     """What the whole hierarchy finds at these sizes, with a drive that takes its time.
+
+    Args:
+        study: Of the trace; the first of its policies is simulated.
+        levels: The sizes.
+        drive: How fast it is.
+        on_request: Called as each request comes.
 
     Cost: some 5 to 60 us a block reference; minutes, for a large trace.
     """
@@ -215,4 +223,5 @@ def check(study: Study, levels: Levels, drive: Drive) -> Report:
         ],
         bytes_per_token=round(study.block_bytes / study.trace.block_tokens),
         prefill_tokens_per_s=study.prefill_tokens_per_s,
+        on_request=on_request,
     )
