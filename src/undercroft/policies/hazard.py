@@ -20,8 +20,8 @@ from undercroft.errors import Bug, ConfigError
 from undercroft.keys import ChunkKey
 from undercroft.policies.key_queue import KeyQueue
 from undercroft.policies.known_prefixes import NUM_CLASSES, KnownPrefixes, Seen
-from undercroft.policies.rehearsal import rehearse
 from undercroft.policies.path import Path
+from undercroft.policies.rehearsal import rehearse
 from undercroft.policies.request_paths import Paths
 from undercroft.policies.reuse_curves import ENDS_S, NUM_BUCKETS, bucket_of
 

@@ -318,7 +318,7 @@ class KnownPrefixes:
         absent = np.delete(np.arange(len(rows)), at).tolist()
         return self._give(rows, absent, prints, num_known, mine)
 
-    def _give(  # noqa: PLR0913 - the parts of what was found
+    def _give(
         self,
         rows: NDArray[np.int64],
         absent: Sequence[int],
@@ -351,9 +351,7 @@ class KnownPrefixes:
             self._state_view[int(rows[at])] = 0
         return rows, num_known
 
-    def _choose_rows(
-        self, rows: NDArray[np.int64], absent: Sequence[int], mine: set[int]
-    ) -> int:
+    def _choose_rows(self, rows: NDArray[np.int64], absent: Sequence[int], mine: set[int]) -> int:
         """Choose a row for each at `absent`, put into `rows`; up to where there was one."""
         if len(absent) > _FEW:
             there = slice(absent[0], None) if isinstance(absent, range) else list(absent)
@@ -415,9 +413,7 @@ def _class_in(state: int) -> int:
     return state >> _CLS_SHIFT & (NUM_CLASSES - 1)
 
 
-def _distinct(
-    keys: Sequence[ChunkKey], prints: Sequence[int]
-) -> tuple[list[ChunkKey], list[int]]:
+def _distinct(keys: Sequence[ChunkKey], prints: Sequence[int]) -> tuple[list[ChunkKey], list[int]]:
     """Of those that cannot be told apart the first one counts; 0 is no fingerprint."""
     first: dict[int, ChunkKey] = {}
     for print_, key in zip(prints, keys, strict=True):

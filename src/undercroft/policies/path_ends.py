@@ -23,7 +23,8 @@ class PathEnds:
     Attributes:
         changed: Classes whose first or last is another than when this was cleared.
 
-    Cost: 1 us a call, and the move of a block; nothing is ever cleaned up. Memory: 12-30 bytes each.
+    Cost: 1 us a call, and the move of a block; nothing is ever cleaned up. Memory: 12 bytes each,
+    up to 50 where most of a class have left.
     """
 
     def __init__(self, num_classes: int) -> None:
@@ -108,11 +109,15 @@ class _Class:
         return is_outermost
 
     def _join(self, number: int) -> None:
-        """With the block after it, so that blocks do not all dwindle away."""
-        if number + 1 == len(self.blocks):
-            return
-        (serials, ids), (more_serials, more_ids) = self.blocks[number : number + 2]
-        if len(serials) + len(more_serials) <= _MAX_BLOCK // 2:
-            serials.extend(more_serials)
-            ids.extend(more_ids)
-            del self.blocks[number + 1], self.lasts[number]
+        """With the block before or after it, so that blocks do not all dwindle away."""
+        blocks = self.blocks
+        for first in (number - 1, number):
+            if first < 0 or first + 1 >= len(blocks):
+                continue
+            (serials, ids), (more_serials, more_ids) = blocks[first : first + 2]
+            if len(serials) + len(more_serials) <= _MAX_BLOCK // 2:
+                serials.extend(more_serials)
+                ids.extend(more_ids)
+                self.lasts[first] = serials[-1]
+                del blocks[first + 1], self.lasts[first + 1]
+                return
