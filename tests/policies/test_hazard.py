@@ -286,3 +286,14 @@ def test_candidates_that_are_gone_leave_nothing() -> None:
         policy.evict(1 if number > 50 else 0, lambda key: key == keys[0])
     num_ends = sum(policy._paths.ends.num(cls) for cls in range(NUM_CLASSES))
     assert 1 <= num_ends <= sum(1 for _ in policy._paths)
+
+
+def test_the_first_eviction_finds_little_to_settle() -> None:
+    """However many paths came in while there was room."""
+    policy = Hazard(10_000)
+    for number in range(2_000):
+        keys = [ChunkKey(b"%d %d" % (number, at)) for at in range(2)]
+        policy.on_request(keys, number * 1.0)
+        policy.on_insert_all(keys[::-1])
+    assert len(policy._paths.unsettled) <= 256 + 1
+    assert policy.evict(3, lambda _: False) == [b"0 1", b"0 0", b"1 1"]

@@ -32,6 +32,8 @@ _MIN_WAITS = 300
 _NONE_LEARNED = [[0.0] * NUM_BUCKETS] * NUM_CLASSES
 _MAX_LOOKS = 512
 _MAX_TAKEN_BACK = 64
+_MAX_UNSETTLED = 256
+"""A level that fills evicts nothing: the first eviction must not have to settle all paths."""
 _FEW = 4
 """So few chunks come quicker one by one than all at once."""
 _ASIDE_S = 1.0
@@ -107,6 +109,8 @@ class Hazard:
         self._take_back(seen.now_s - _ASIDE_S)
         if not seen.keys:
             return
+        if len(self._paths.unsettled) > _MAX_UNSETTLED:
+            self._settle(len(self._paths.unsettled) - _MAX_UNSETTLED)
         adopted = self._adopt(seen) if self._num_strays else []
         self._current = path = self._paths.add(seen)
         self._at = len(path.keys) - 1
@@ -278,12 +282,17 @@ class Hazard:
         if path is not None and path.cls >= 0 and not unsettled:
             return path
         if unsettled:
-            for each in unsettled:
-                if each.cls < 0 and each.num and not each.is_aside:
-                    self._paths.settle(each)
-            unsettled.clear()
+            self._settle(len(unsettled))
         self._picked = path = self._choose()
         return path
+
+    def _settle(self, num_paths: int) -> None:
+        """So many of those whose end has changed."""
+        unsettled = self._paths.unsettled
+        for _ in range(num_paths):
+            path = unsettled.pop()
+            if path.cls < 0 and path.num and not path.is_aside:
+                self._paths.settle(path)
 
     def _choose(self) -> Path | None:
         """Of each class, the longest unused and the newest path are candidates.
