@@ -114,7 +114,8 @@ def _best(study: Study, every: Sequence[Levels], prices: Prices) -> tuple[Levels
             frontier.append((_cost(levels, bought), value, levels))
     index = knee([(cost, value) for cost, value, _ in frontier])
     points = f"{100 * ENOUGH_RATIO:.0f} points"
-    return frontier[index][2], f"of these sizes, paying up to twice as much finds less than {points} more"
+    why = f"of these sizes, paying up to twice as much finds less than {points} more"
+    return frontier[index][2], why
 
 
 def _value(study: Study, levels: Levels) -> float:
