@@ -13,7 +13,7 @@ from undercroft.keys import ChunkKey
 from undercroft.policies import known_prefixes, request_paths
 from undercroft.policies.base import Evicting, EvictionPolicy, InsertingMany, Learning
 from undercroft.policies.hazard import Hazard
-from undercroft.policies.known_prefixes import KnownPrefixes
+from undercroft.policies.known_prefixes import NUM_CLASSES, KnownPrefixes
 from undercroft.policies.lru import Lru
 from undercroft.testing.policy_replay import generate_trace
 from undercroft.testing.policy_suite import PolicySuite
@@ -273,7 +273,7 @@ def test_keys_that_cannot_be_told_apart_do_no_harm(seed: int, num_prints: int) -
             assert sorted(policy.victims()) == sorted(resident)
 
 
-def test_candidates_that_are_gone_are_sorted_out() -> None:
+def test_candidates_that_are_gone_leave_nothing() -> None:
     """A session that goes on for ever takes its last path's place, beside one that stays."""
     policy, keys = Hazard(10_000), [ChunkKey(b"first")]
     policy.on_request(keys, 0.0)
@@ -284,5 +284,16 @@ def test_candidates_that_are_gone_are_sorted_out() -> None:
         policy.on_request(session, number * 1.0)
         policy.on_insert_all([key for key in session[::-1] if key not in policy])
         policy.evict(1 if number > 50 else 0, lambda key: key == keys[0])
-    heaps = [*policy._oldest, *policy._newest]
-    assert max(map(len, heaps)) <= 2 * 256
+    num_ends = sum(policy._paths.ends.num(cls) for cls in range(NUM_CLASSES))
+    assert 1 <= num_ends <= sum(1 for _ in policy._paths)
+
+
+def test_the_first_eviction_finds_little_to_settle() -> None:
+    """However many paths came in while there was room."""
+    policy = Hazard(10_000)
+    for number in range(2_000):
+        keys = [ChunkKey(b"%d %d" % (number, at)) for at in range(2)]
+        policy.on_request(keys, number * 1.0)
+        policy.on_insert_all(keys[::-1])
+    assert len(policy._paths.unsettled) <= 256 + 1
+    assert policy.evict(3, lambda _: False) == [b"0 1", b"0 0", b"1 1"]

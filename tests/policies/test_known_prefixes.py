@@ -14,15 +14,24 @@ from undercroft.policies import known_prefixes
 from undercroft.policies.known_prefixes import KnownPrefixes
 
 
+class EveryThird:
+    """Rows that a level needs."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def are_needed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        needed: NDArray[np.bool_] = rows % 3 == self.first
+        return needed
+
+    def is_needed(self, row: int) -> bool:
+        return row % 3 == self.first
+
+
 def played(seed: int, few: int) -> KnownPrefixes:
     """A small table, much too small, in which a third of the rows is needed by a level."""
     known = KnownPrefixes(256)
-
-    def are_needed(rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        needed: NDArray[np.bool_] = rows % 3 == seed % 3
-        return needed
-
-    known.in_use.append(are_needed)
+    known.in_use.append(EveryThird(seed % 3))
     random = Random(seed)
     with mock.patch.object(known_prefixes, "_FEW", few):
         for number in range(80):

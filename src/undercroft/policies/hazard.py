@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
 from itertools import compress, count
+from math import inf
+from operator import attrgetter
 
 from undercroft.errors import Bug, ConfigError
 from undercroft.keys import ChunkKey
 from undercroft.policies.key_queue import KeyQueue
 from undercroft.policies.known_prefixes import NUM_CLASSES, KnownPrefixes, Seen
+from undercroft.policies.path import Path
 from undercroft.policies.rehearsal import rehearse
-from undercroft.policies.request_paths import Path, Paths
+from undercroft.policies.request_paths import Paths
 from undercroft.policies.reuse_curves import ENDS_S, NUM_BUCKETS, bucket_of
 
 __all__ = ["Hazard"]
@@ -30,11 +32,11 @@ _MIN_WAITS = 300
 _NONE_LEARNED = [[0.0] * NUM_BUCKETS] * NUM_CLASSES
 _MAX_LOOKS = 512
 _MAX_TAKEN_BACK = 64
+_MAX_UNSETTLED = 256
+"""A level that fills evicts nothing: the first eviction must not have to settle all paths."""
 _FEW = 4
 """So few chunks come quicker one by one than all at once."""
 _ASIDE_S = 1.0
-_MIN_ENTRIES = 256
-"""Candidates of a class, gone ones among them, before those are sorted out."""
 
 
 class Hazard:
@@ -62,17 +64,17 @@ class Hazard:
             known = KnownPrefixes.for_chunks(capacity_chunks)
         self.known = known
         self._paths = Paths(known.num_rows)
-        known.in_use.append(self._paths.are_needed)
+        known.in_use.append(self._paths)
         # Chunks that no request has told of: newly read from a lower level, found at the start.
         self._strays = KeyQueue()
         self._num_strays = 0
         self._current: Path | None = None
         self._at = -1  # where in it the next chunk is expected: they come deepest first
         self._now_s = 0.0
-        self._oldest: list[list[tuple[int, int]]] = [[] for _ in range(NUM_CLASSES)]
-        self._newest: list[list[tuple[int, int]]] = [[] for _ in range(NUM_CLASSES)]
-        self._most = [_MIN_ENTRIES] * NUM_CLASSES
-        self._found: dict[int, _Found | None] = {}
+        self._found: dict[int, _Found] = {}
+        self._found_by = _NONE_LEARNED  # which index, and how often that had changed
+        self._num_changes = 0
+        self._until_s = -inf
         self._picked: Path | None = None
         self._aside: deque[Path] = deque()
 
@@ -107,6 +109,8 @@ class Hazard:
         self._take_back(seen.now_s - _ASIDE_S)
         if not seen.keys:
             return
+        if len(self._paths.unsettled) > _MAX_UNSETTLED:
+            self._settle(len(self._paths.unsettled) - _MAX_UNSETTLED)
         adopted = self._adopt(seen) if self._num_strays else []
         self._current = path = self._paths.add(seen)
         self._at = len(path.keys) - 1
@@ -257,7 +261,7 @@ class Hazard:
 
     def _set_aside(self, path: Path) -> None:
         """Its end has to stay: it is looked at again in a while."""
-        path.cls = -1
+        self._paths.withdraw(path)
         path.is_aside = True
         path.set_aside_s = self._now_s
         self._aside.append(path)
@@ -278,27 +282,17 @@ class Hazard:
         if path is not None and path.cls >= 0 and not unsettled:
             return path
         if unsettled:
-            for each in unsettled:
-                if each.cls < 0 and each.num and not each.is_aside:
-                    self._paths.settle(each)
-                    if each.cls >= 0:
-                        self._enter(each)
-            unsettled.clear()
+            self._settle(len(unsettled))
         self._picked = path = self._choose()
         return path
 
-    def _enter(self, path: Path) -> None:
-        """Make a path a candidate of its class."""
-        cls = path.cls
-        heappush(self._oldest[cls], (path.serial, path.id))
-        heappush(self._newest[cls], (-path.serial, path.id))
-        self._found[cls] = None
-        if len(self._newest[cls]) < self._most[cls] > len(self._oldest[cls]):
-            return
-        for heap in (self._oldest[cls], self._newest[cls]):
-            heap[:] = [entry for entry in heap if self._is_there(entry, cls)]
-            heapify(heap)
-        self._most[cls] = max(_MIN_ENTRIES, 2 * len(self._oldest[cls]), 2 * len(self._newest[cls]))
+    def _settle(self, num_paths: int) -> None:
+        """So many of those whose end has changed."""
+        unsettled = self._paths.unsettled
+        for _ in range(num_paths):
+            path = unsettled.pop()
+            if path.cls < 0 and path.num and not path.is_aside:
+                self._paths.settle(path)
 
     def _choose(self) -> Path | None:
         """Of each class, the longest unused and the newest path are candidates.
@@ -307,46 +301,37 @@ class Hazard:
         either end. The newest lets a full level refuse what has just come, whose owner needs a
         while to come back, rather than evict what is about to be used.
         """
-        index, now_s = self._index(), self._now_s
-        best: _Found | None = None
-        for cls in list(self._found):
-            found = self._found[cls]
-            if (
-                found is None
-                or found.oldest.cls != cls
-                or found.newest.cls != cls
-                or now_s >= found.until_s
-                or found.row is not index[cls]
-            ):
-                found = self._look(cls, index[cls])
-                if found is None:
-                    continue
-            if best is None or found.rank < best.rank:
-                best = found
-        return None if best is None else best.path
-
-    def _look(self, cls: int, row: list[float]) -> _Found | None:
-        """The candidates of a class, and the worse of them; None if it has none."""
-        oldest = self._first(self._oldest[cls], cls)
-        if oldest is None:
-            self._newest[cls].clear()
-            del self._found[cls]
+        index, changed, now_s = self._index(), self._paths.ends.changed, self._now_s
+        num_changes = self.known.curves.num_changes
+        for cls in changed:
+            self._look(cls, index[cls])
+        changed.clear()
+        if (
+            now_s >= self._until_s
+            or num_changes != self._num_changes
+            or index is not self._found_by
+        ):
+            for cls, found in list(self._found.items()):
+                if now_s >= found.until_s or found.row is not index[cls]:
+                    self._look(cls, index[cls])
+            self._until_s = min((found.until_s for found in self._found.values()), default=inf)
+            self._found_by, self._num_changes = index, num_changes
+        if not self._found:
             return None
-        newest = self._first(self._newest[cls], cls) or oldest
-        self._found[cls] = found = _Found(oldest, newest, row, self._now_s)
-        return found
+        return self._paths.get(min(self._found.values(), key=_rank_of).path_id)
 
-    def _first(self, heap: list[tuple[int, int]], cls: int) -> Path | None:
-        """The first of a heap that still is where it was when it came."""
-        while heap:
-            if self._is_there(heap[0], cls):
-                return self._paths.get(heap[0][1])
-            heappop(heap)
-        return None
-
-    def _is_there(self, entry: tuple[int, int], cls: int) -> bool:
-        path = self._paths.find(entry[1])
-        return path is not None and path.cls == cls and path.serial == abs(entry[0])
+    def _look(self, cls: int, row: list[float]) -> None:
+        """The candidates of a class, if it has any, and the worse of them."""
+        outermost = self._paths.ends.outermost(cls)
+        if outermost is None:
+            self._found.pop(cls, None)
+            return
+        oldest, newest = outermost
+        found = _Found(oldest, *self._paths.used(oldest), row, self._now_s)
+        if newest != oldest:
+            found.compare(newest, *self._paths.used(newest), self._now_s)
+        self._found[cls] = found
+        self._until_s = min(self._until_s, found.until_s)
 
     @property
     def is_acting_as_lru(self) -> bool:
@@ -362,21 +347,27 @@ class Hazard:
 
 
 class _Found:
-    """The candidates of a class, so that they need not be looked for each time."""
+    """The worse candidate of a class, so that it need not be looked for each time."""
 
-    __slots__ = ("newest", "oldest", "path", "rank", "row", "until_s")
+    __slots__ = ("path_id", "rank", "row", "until_s")
 
-    def __init__(self, oldest: Path, newest: Path, row: list[float], now_s: float) -> None:
-        self.oldest, self.newest = oldest, newest
+    def __init__(
+        self, path_id: int, serial: int, used_s: float, row: list[float], now_s: float
+    ) -> None:
+        bucket = bucket_of(now_s - used_s)
+        self.path_id = path_id
         self.row = row
-        self.path = oldest
-        bucket = bucket_of(now_s - oldest.used_s)
-        self.rank = row[bucket], oldest.serial
-        self.until_s = oldest.used_s + ENDS_S[bucket]
-        """Until then they are worth the same."""
-        if newest is not oldest:
-            bucket = bucket_of(now_s - newest.used_s)
-            self.until_s = min(self.until_s, newest.used_s + ENDS_S[bucket])
-            rank = row[bucket], newest.serial
-            if rank < self.rank:
-                self.rank, self.path = rank, newest
+        self.rank = row[bucket], serial
+        self.until_s = used_s + ENDS_S[bucket]
+        """Until then it is worth the same, and so is whatever it was compared with."""
+
+    def compare(self, path_id: int, serial: int, used_s: float, now_s: float) -> None:
+        """With another of the class; whose rank is less, is it."""
+        bucket = bucket_of(now_s - used_s)
+        self.until_s = min(self.until_s, used_s + ENDS_S[bucket])
+        rank = self.row[bucket], serial
+        if rank < self.rank:
+            self.rank, self.path_id = rank, path_id
+
+
+_rank_of = attrgetter("rank")

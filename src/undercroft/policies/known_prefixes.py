@@ -8,10 +8,11 @@ to rehash, and the bound holds by itself.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 from undercroft.keys import ChunkKey
 from undercroft.policies.reuse_curves import ReuseCurves
 
-__all__ = ["NUM_CLASSES", "KnownPrefixes", "Seen"]
+__all__ = ["NUM_CLASSES", "InUse", "KnownPrefixes", "Seen"]
 
 _WAYS = 8
 _KNOWN_PER_CHUNK_BELOW = 2
@@ -39,8 +40,12 @@ _NEXT_SIGHTS = np.minimum(np.arange(_MAX_SIGHTS + 1) + 1, _MAX_SIGHTS)
 _NEXT_CLASS = np.searchsorted((2, 3, 6), _NEXT_SIGHTS, side="right")
 _NEXT_STATE = ((_NEXT_SIGHTS << _SIGHTS_SHIFT) | (_NEXT_CLASS << _CLS_SHIFT)).astype(np.uint16)
 """By how often a prefix was seen before: what one use more makes of it, other classes left out."""
+_NEXT_CLASSES: list[int] = _NEXT_CLASS.tolist()
+_NEXT_STATES: list[int] = _NEXT_STATE.tolist()
+_NEW_STATE = _NEXT_STATES[0]
 _FEW = 12
-"""To give so few prefixes their rows one by one is quicker than all at once."""
+"""So few prefixes are quicker one by one than in arrays."""
+_PRINT_BITS = 64
 _MAX_OPEN = 1 << 14
 _LEARN_EVERY = 256
 _MAX_RECENT = 64
@@ -57,6 +62,7 @@ class Seen:
         rows: One a key, root first.
         starts: Where along the path a new class begins; the first is 0.
         classes: Of each of those stretches.
+        num_known: Rows that are deeper were given to these keys just now.
     """
 
     serial: int
@@ -65,6 +71,19 @@ class Seen:
     rows: NDArray[np.int64]
     starts: list[int]
     classes: list[int]
+    num_known: int
+
+
+class InUse(Protocol):
+    """Who needs rows: they must not be given to another prefix."""
+
+    def are_needed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of `rows`."""
+        ...
+
+    def is_needed(self, row: int) -> bool:
+        """Whether this one."""
+        ...
 
 
 class KnownPrefixes:
@@ -85,7 +104,7 @@ class KnownPrefixes:
         while num_sets * _WAYS < max_prefixes:
             num_sets *= 2
         self.num_rows = num_sets * _WAYS
-        self._shift = np.uint64(64 - (num_sets.bit_length() - 1)) if num_sets > 1 else None
+        self._shift = _PRINT_BITS - (num_sets.bit_length() - 1)
         self._prints = np.zeros(self.num_rows, dtype=np.uint64)
         self._sets = self._prints.reshape(num_sets, _WAYS)
         self._used = np.zeros(self.num_rows, dtype=np.int32)
@@ -94,10 +113,12 @@ class KnownPrefixes:
         for column in (self._prints, self._used, self._state):
             column.fill(0)  # the scheduler's thread pays for no page when it comes to it
         self._prints_view, self._used_view = self._prints.data, self._used.data
+        self._state_view = self._state.data
         self._random = Random(seed)  # noqa: S311 - repeatable on purpose
         self.curves = ReuseCurves(NUM_CLASSES)
         self._open_rows = np.zeros(_MAX_OPEN, dtype=np.int32)
         self._open_since = np.zeros(_MAX_OPEN, dtype=np.int32)
+        self._open_rows_view, self._open_since_view = self._open_rows.data, self._open_since.data
         self._num_opened = 0
         self._recent: dict[ChunkKey, tuple[float, int, Seen | None]] = {}
         self._last_s: float | None = None
@@ -105,7 +126,7 @@ class KnownPrefixes:
         self._learned_at = -1
         self.is_stopped = False
         self.serial = 0
-        self.in_use: list[Callable[[NDArray[np.int64]], NDArray[np.bool_]]] = []
+        self.in_use: list[InUse] = []
 
     @classmethod
     def for_chunks(cls, num_chunks: int, num_below: int = 0) -> KnownPrefixes:
@@ -118,7 +139,7 @@ class KnownPrefixes:
     def find(self, key: ChunkKey) -> int:
         """The row of `key`, or -1. Cost: 1 us."""
         print_ = xxh3_64_intdigest(key) or 1
-        first = (print_ >> int(self._shift)) * _WAYS if self._shift is not None else 0
+        first = (print_ >> self._shift) * _WAYS
         view = self._prints_view
         for row in range(first, first + _WAYS):
             if view[row] == print_:
@@ -152,28 +173,75 @@ class KnownPrefixes:
         now_s = self._elapsed_s
         now = min(_INT32_MAX - 1, int(now_s * _TICKS) + 1)
         self.serial += 1
-        each = list(map(xxh3_64_intdigest, keys))
-        if len(set(each)) < len(each):
-            first = dict(zip(reversed(each), reversed(keys), strict=True))
-            each = list(dict.fromkeys(each))
-            keys = [first[print_] for print_ in each]
-        num = len(keys)
-        rows, num_known = self._rows(np.array(each, np.uint64), now)
-        if len(rows) < num:
-            keys, num = keys[: len(rows)], len(rows)
-            if not num:
-                return Seen(self.serial, now_s, keys, rows, [], [])
-        state = self._state[rows]
-        used = self._used[rows]
-        continued = 0
-        if num_known and num_told:
-            continued = _again(state[: min(num_told, num_known)])
-        elif num_known:
-            gap = bisect_right(_GAPS_S, (now - int(used[num_known - 1])) / _TICKS)
-            continued = (int(state[num_known - 1]) & _NEAR_END) * _NUM_GAPS + gap
+        prints = list(map(xxh3_64_intdigest, keys))
+        distinct = set(prints)
+        if len(distinct) < len(prints) or 0 in distinct:
+            keys, prints = _distinct(keys, prints)
+        find = self._rows_of_few if len(prints) <= _FEW else self._rows_of_many
+        rows, num_known = find(prints)
+        if len(rows) < len(keys):
+            keys = keys[: len(rows)]
+            if not keys:
+                return Seen(self.serial, now_s, keys, rows, [], [], 0)
+        first_class, starts, classes = kind * _NUM_SIGHTS, [0], [kind * _NUM_SIGHTS]
+        if num_known:
+            use = self._use_few if num_known <= _FEW and not num_told else self._use_many
+            first_class, starts, classes = use(rows[:num_known], kind, num_told, now)
+        if num_known < len(rows):
+            if num_known and classes[-1] != first_class:
+                starts.append(num_known)
+                classes.append(first_class)
+            self._state[rows[num_known:]] = _NEW_STATE + (first_class << _CLS_SHIFT)
+        self._used[rows] = now
+        view = self._state_view
+        for row in rows[-_NUM_NEAR_END:].tolist():
+            view[row] |= _NEAR_END
+        self._watch(rows, starts, classes, now)
+        if self.serial % _LEARN_EVERY == 0:
+            self._learn(now)
+        else:
+            self.curves.go_on()
+        return Seen(self.serial, now_s, keys, rows, starts, classes, num_known)
+
+    def _use_few(
+        self, known: NDArray[np.int64], kind: int, _: int, now: int
+    ) -> tuple[int, list[int], list[int]]:
+        """One use more of rows that were known; the class of what was not, and the stretches.
+
+        A stretch is of one class: where each starts, and which.
+        """
+        view, used, rows = self._state_view, self._used_view, known.tolist()
+        gap = bisect_right(_GAPS_S, (now - used[rows[-1]]) / _TICKS)
+        continued = (view[rows[-1]] & _NEAR_END) * _NUM_GAPS + gap
+        first_class = (continued * _NUM_KINDS + kind) * _NUM_SIGHTS
+        of_request, starts, classes, last = first_class << _CLS_SHIFT, [], [], -1
+        for at, row in enumerate(rows):
+            state = view[row]
+            if state & _TRACKED:
+                self.curves.finish(_class_in(state), (now - used[row]) / _TICKS)
+            sights = state >> _SIGHTS_SHIFT
+            view[row] = _NEXT_STATES[sights] + of_request
+            by_sights = _NEXT_CLASSES[sights]
+            if by_sights != last:
+                starts.append(at)
+                classes.append(first_class + by_sights)
+                last = by_sights
+        return first_class, starts, classes
+
+    def _use_many(
+        self, known: NDArray[np.int64], kind: int, num_told: int, now: int
+    ) -> tuple[int, list[int], list[int]]:
+        """The same, of many, or of a request that was told of before."""
+        state, used = self._state[known], self._used_view
+        if num_told:
+            continued = _again(state[:num_told])
+        else:
+            last = int(known[-1])
+            gap = bisect_right(_GAPS_S, (now - used[last]) / _TICKS)
+            continued = (int(state[-1]) & _NEAR_END) * _NUM_GAPS + gap
         for i in (state & _TRACKED).nonzero()[0].tolist():
-            age_s = (now - int(used[i])) / _TICKS
-            self.curves.finish(int(state[i]) >> _CLS_SHIFT & (NUM_CLASSES - 1), age_s)
+            age_s = (now - used[int(known[i])]) / _TICKS
+            self.curves.finish(_class_in(int(state[i])), age_s)
         sights = state >> _SIGHTS_SHIFT
         by_sights = _NEXT_CLASS.take(sights)
         first_class = (continued * _NUM_KINDS + kind) * _NUM_SIGHTS
@@ -181,23 +249,11 @@ class KnownPrefixes:
         classes = [first_class + int(by_sights[start]) for start in starts]
         state = _NEXT_STATE.take(sights)
         state += first_class << _CLS_SHIFT
-        state[-_NUM_NEAR_END:] |= _NEAR_END
-        self._watch(state, rows, starts, classes, now)
-        self._state[rows] = state
-        self._used[rows] = now
-        if self.serial % _LEARN_EVERY == 0:
-            self._learn(now)
-        else:
-            self.curves.go_on()
-        return Seen(self.serial, now_s, keys, rows, starts, classes)
+        self._state[known] = state
+        return first_class, starts, classes
 
     def _watch(
-        self,
-        state: NDArray[np.uint16],
-        rows: NDArray[np.int64],
-        starts: Sequence[int],
-        classes: Sequence[int],
-        now: int,
+        self, rows: NDArray[np.int64], starts: Sequence[int], classes: Sequence[int], now: int
     ) -> None:
         """Of each class of a request, watch how long one prefix waits."""
         voted: set[int] = set()
@@ -206,96 +262,139 @@ class KnownPrefixes:
                 continue
             voted.add(classes[i])
             stop = starts[i + 1] if i + 1 < len(starts) else len(rows)
-            at = start + int(self._random.random() * (stop - start))
-            state[at] |= _TRACKED
+            row = int(rows[start + int(self._random.random() * (stop - start))])
+            self._state_view[row] |= _TRACKED
             slot = self._num_opened % _MAX_OPEN
-            self._open_rows[slot] = rows[at]
-            self._open_since[slot] = now
+            self._open_rows_view[slot] = row
+            self._open_since_view[slot] = now
             self._num_opened += 1
 
-    def _rows(self, prints: NDArray[np.uint64], now: int) -> tuple[NDArray[np.int64], int]:
+    # --- rows ---------------------------------------------------------------------------------
+
+    def _rows_of_few(self, prints: Sequence[int]) -> tuple[NDArray[np.int64], int]:
         """A row for each, and the number up to the deepest that was known.
 
         Shorter where all rows of a set are in use.
         """
-        np.maximum(prints, 1, out=prints)
-        if self._shift is None:
-            sets = np.zeros(len(prints), dtype=np.int64)
-        else:
-            sets = (prints >> self._shift).astype(np.int64)
-        match = self._sets.take(sets, axis=0) == prints[:, None]
-        rows = sets * _WAYS + match.argmax(axis=1)
-        absent = (self._prints[rows] != prints).nonzero()[0]
-        if not len(absent):
-            return rows, len(prints)
-        num_known = int(absent[0])
-        if len(absent) < len(prints) - num_known:
-            known = np.ones(len(prints), dtype=bool)
-            known[absent] = False
-            num_known = int(np.flatnonzero(known)[-1]) + 1
-        num_found = self._give_rows(rows, sets, absent)
-        absent = absent[: np.searchsorted(absent, num_found)]
-        new = rows[absent]
-        self._prints[new] = prints[absent]
-        self._state[new] = 0
-        self._used[new] = now
-        return rows[:num_found], min(num_found, num_known)
+        view, shift = self._prints_view, self._shift
+        rows, absent = [], []
+        for at, print_ in enumerate(prints):
+            first = (print_ >> shift) * _WAYS
+            ways = view[first : first + _WAYS].tolist()
+            if print_ in ways:
+                rows.append(first + ways.index(print_))
+            else:
+                rows.append(first)
+                absent.append(at)
+        if not absent:
+            return np.array(rows), len(rows)
+        num_known = _deepest(absent, len(rows))
+        mine = set(rows[:num_known])
+        if num_known + len(absent) > len(rows):
+            mine = {row for at, row in enumerate(rows) if at not in absent}
+        return self._give(np.array(rows), absent, prints, num_known, mine)
 
-    def _give_rows(
-        self, rows: NDArray[np.int64], sets: NDArray[np.int64], absent: NDArray[np.int64]
-    ) -> int:
+    def _rows_of_many(self, each: Sequence[int]) -> tuple[NDArray[np.int64], int]:
+        """The same."""
+        prints = np.array(each, np.uint64)
+        if self._shift < _PRINT_BITS:
+            sets = (prints >> np.uint64(self._shift)).view(np.int64)
+        else:
+            sets = np.zeros(len(prints), dtype=np.int64)
+        match = self._sets.take(sets, axis=0) == prints[:, None]
+        known = match.ravel().nonzero()[0]
+        rows = sets * _WAYS
+        if len(known) == len(rows):
+            rows += known & (_WAYS - 1)
+            return rows, len(rows)
+        num_known = int(known[-1]) // _WAYS + 1 if len(known) else 0
+        if num_known == len(known):
+            rows[:num_known] += known & (_WAYS - 1)
+            mine = set(rows[:num_known].tolist())
+            return self._give(rows, range(num_known, len(rows)), prints, num_known, mine)
+        at = known // _WAYS
+        rows[at] += known & (_WAYS - 1)
+        mine = set(rows[at].tolist())
+        absent = np.delete(np.arange(len(rows)), at).tolist()
+        return self._give(rows, absent, prints, num_known, mine)
+
+    def _give(
+        self,
+        rows: NDArray[np.int64],
+        absent: Sequence[int],
+        prints: Sequence[int] | NDArray[np.uint64],
+        num_known: int,
+        mine: set[int],
+    ) -> tuple[NDArray[np.int64], int]:
+        """Rows for those at `absent`, for which `rows` has the first of the set.
+
+        Args:
+            rows: One a prefix; complete afterwards, or cut short.
+            absent: Ascending.
+            prints: An array, if there are many.
+            num_known: Up to the deepest that was known.
+            mine: The rows of those that were.
+        """
+        num_found = self._choose_rows(rows, absent, mine)
+        if num_found < len(rows):
+            rows, absent = rows[:num_found], absent[: bisect_left(absent, num_found)]
+            num_known = min(num_found, num_known)
+        if len(absent) <= _FEW or not isinstance(prints, np.ndarray):
+            for at in absent:
+                self._prints_view[int(rows[at])] = int(prints[at])
+        else:
+            there = slice(absent[0], len(rows)) if isinstance(absent, range) else absent
+            self._prints[rows[there]] = prints[there]
+        for at in absent:
+            if at >= num_known:
+                break
+            self._state_view[int(rows[at])] = 0
+        return rows, num_known
+
+    def _choose_rows(self, rows: NDArray[np.int64], absent: Sequence[int], mine: set[int]) -> int:
         """Choose a row for each at `absent`, put into `rows`; up to where there was one."""
-        rows[absent] = -1
-        mine = set(rows.tolist())
         if len(absent) > _FEW:
-            of_sets = sets[absent]
-            chosen = of_sets * _WAYS + self._used_sets.take(of_sets, axis=0).argmin(axis=1)
-            is_taken = self._are_taken(chosen, mine)
-            rows[absent] = np.where(is_taken, -1, chosen)
-            absent = absent[is_taken]
-            if len(absent):
-                mine.update(rows.tolist())
-        for at in absent.tolist():
-            row = self._spare_row(int(sets[at]) * _WAYS, mine)
+            there = slice(absent[0], None) if isinstance(absent, range) else list(absent)
+            firsts = rows[there]
+            chosen = firsts + self._used_sets.take(firsts // _WAYS, axis=0).argmin(axis=1)
+            each, is_needed = chosen.tolist(), self._are_needed(chosen)
+            if len(set(each)) == len(each) and mine.isdisjoint(each) and not is_needed.any():
+                rows[there] = chosen
+                return len(rows)
+            is_taken = [row in mine for row in each] | is_needed
+            is_taken[_repeated(each)] = True
+            firsts = firsts[is_taken]
+            rows[there] = chosen
+            absent = np.array(absent)[is_taken].tolist()
+            rows[absent] = firsts
+            mine.update(np.array(each)[~is_taken].tolist())
+        for at in absent:
+            row = self._spare_row(int(rows[at]), mine)
             if row < 0:
-                return int(at)
+                return at
             mine.add(row)
             rows[at] = row
         return len(rows)
 
-    def _are_taken(self, rows: NDArray[np.int64], mine: set[int]) -> NDArray[np.bool_]:
-        """Which `rows` are needed, in `mine`, or there before."""
-        each = rows.tolist()
-        is_taken = np.zeros(len(each), dtype=bool)
-        if len(set(each)) < len(each):
-            is_taken[:] = True
-            is_taken[np.unique(rows, return_index=True)[1]] = False
-        if self._used[rows].any():  # else nobody has ever had them
-            is_taken |= self._are_needed(rows)
-            if not mine.isdisjoint(each):
-                is_taken |= [row in mine for row in each]
-        return is_taken
-
     def _are_needed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        needed = np.zeros(len(rows), dtype=bool)
-        for in_use in self.in_use:
-            needed |= in_use(rows)
+        if not self.in_use:
+            return np.zeros(len(rows), dtype=bool)
+        needed = self.in_use[0].are_needed(rows)
+        for in_use in self.in_use[1:]:
+            needed |= in_use.are_needed(rows)
         return needed
 
     def _spare_row(self, first: int, mine: set[int]) -> int:
         """The longest unused row of a set that nobody needs, nor is in `mine`; else -1."""
         ways = self._used_view[first : first + _WAYS].tolist()
-        way = ways.index(min(ways))
-        if ways[way] or first + way in mine:
-            used = np.array(ways)
-            candidates = np.arange(first, first + _WAYS)
-            used[self._are_needed(candidates)] = _INT32_MAX
-            for row in mine.intersection(range(first, first + _WAYS)):
-                used[row - first] = _INT32_MAX
-            way = int(used.argmin())
-            if used[way] == _INT32_MAX:
-                return -1
-        return first + way
+        row = first + ways.index(min(ways))
+        if self._is_spare(row, mine):
+            return row
+        by_use = sorted(range(_WAYS), key=ways.__getitem__)
+        return next((first + way for way in by_use if self._is_spare(first + way, mine)), -1)
+
+    def _is_spare(self, row: int, mine: set[int]) -> bool:
+        return row not in mine and not any(each.is_needed(row) for each in self.in_use)
 
     # --- learning -----------------------------------------------------------------------------
 
@@ -308,6 +407,38 @@ class KnownPrefixes:
         self.curves.learn(cls, (now - since[is_open]) / _TICKS, now / _TICKS)
         self.is_stopped = now == self._learned_at
         self._learned_at = now
+
+
+def _class_in(state: int) -> int:
+    return state >> _CLS_SHIFT & (NUM_CLASSES - 1)
+
+
+def _distinct(keys: Sequence[ChunkKey], prints: Sequence[int]) -> tuple[list[ChunkKey], list[int]]:
+    """Of those that cannot be told apart the first one counts; 0 is no fingerprint."""
+    first: dict[int, ChunkKey] = {}
+    for print_, key in zip(prints, keys, strict=True):
+        first.setdefault(print_ or 1, key)
+    return list(first.values()), list(first)
+
+
+def _deepest(absent: Sequence[int], num: int) -> int:
+    """One more than the greatest position below `num` that is not in `absent`; or 0."""
+    for at in reversed(absent):
+        if at != num - 1:
+            break
+        num = at
+    return num
+
+
+def _repeated(rows: Sequence[int]) -> list[int]:
+    """Positions of those that were there before."""
+    before: set[int] = set()
+    again: list[int] = []
+    for at, row in enumerate(rows):
+        if row in before:
+            again.append(at)
+        before.add(row)
+    return again
 
 
 def _again(state: NDArray[np.uint16]) -> int:

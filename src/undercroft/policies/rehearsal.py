@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 
 from undercroft.keys import ChunkKey
-from undercroft.policies.request_paths import Path, Paths
+from undercroft.policies.path import Path
+from undercroft.policies.request_paths import Paths
 
 __all__ = ["rehearse"]
 

@@ -9,6 +9,7 @@ operations, not thousands of moves in a list.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,45 +21,23 @@ from numpy.typing import NDArray
 
 from undercroft.errors import Bug
 from undercroft.keys import ChunkKey
-from undercroft.policies.known_prefixes import Seen
+from undercroft.policies.known_prefixes import NUM_CLASSES, Seen
+from undercroft.policies.path import Path, PathStore
+from undercroft.policies.path_ends import PathEnds
 
-__all__ = ["Path", "Paths"]
+__all__ = ["Paths"]
 
 _Run = tuple[int, int, int]
 """Start, stop, and the path that owns what lies between."""
 _ABSENT = -1
 _ADOPTED = 2**31 - 1
+_OF_OWNER = 0 if sys.byteorder == "little" else 1
+_LOW_HALF = (1 << 32) - 1
+_FEW = 12
+"""So few rows are quicker one by one than in arrays."""
+_NUM_DEPTHS = 256
 _NUM_YOUNG = 256
 """So many requests back, a chunk that comes in is still recognized as part of its path."""
-
-
-class Path:
-    """What is left of one request's path. Positions count from the root end of what is left."""
-
-    __slots__ = (
-        "branches", "classes", "cls", "cut", "floor", "hangs", "hi", "id", "is_aside", "is_young",
-        "keys", "num", "parent_row", "rows", "serial", "set_aside_s", "starts", "used_s",
-    )  # fmt: skip
-
-    def __init__(self, path_id: int, seen: Seen) -> None:
-        self.id = path_id
-        self.serial = seen.serial
-        self.used_s = seen.now_s
-        self.rows = seen.rows
-        self.keys = np.array(seen.keys, dtype=object)  # the garbage collector passes it by
-        self.cut = 0  # how much is gone of the root end
-        self.starts = seen.starts  # where a stretch of one class begins
-        self.classes = seen.classes
-        self.branches: list[int] = []  # positions at which other paths may hang, ascending
-        self.num = 0  # resident chunks
-        self.hi = 0  # no resident chunk lies here or deeper
-        self.floor = 0  # down to here all are of class `cls`, and nothing hangs at them
-        self.cls = -1  # the class of the deepest if it may be evicted, else -1
-        self.parent_row = -1
-        self.hangs = False  # counted at its parent
-        self.is_young = True
-        self.is_aside = False
-        self.set_aside_s = 0.0
 
 
 class Paths:
@@ -69,47 +48,54 @@ class Paths:
 
     Attributes:
         unsettled: Paths whose end has changed: see `settle`.
+        ends: Those that are settled, and from whose end a chunk can go.
 
-    Memory: 12 bytes a row of the table; 16-32 a resident chunk, and 500-600 a path. Threads: one.
+    A path object is void once others have been asked for: it may have been packed since.
+
+    Memory: 12 bytes a row of the table; 16-32 a resident chunk, and 500-600 a path; a path of up to
+    4 chunks that rests takes some 150. Threads: one.
     """
 
     def __init__(self, num_rows: int) -> None:
+        pairs = np.zeros((num_rows, 2), dtype=np.int32)
+        self._pairs = pairs.reshape(-1).view(np.int64)
         # The path that a row's chunk is resident in; -2 - path: it would be, once it comes in.
-        self._owner = np.full(num_rows, _ABSENT, dtype=np.int32)
+        self._owner = pairs[:, _OF_OWNER]
+        self._owner.fill(_ABSENT)
         self._owner_of = self._owner.data
-        self._depth = np.zeros(num_rows, dtype=np.int32)  # in the path before anything was cut off
+        self._depth = pairs[:, 1 - _OF_OWNER]  # in the path before anything was cut off
         self._depth_of = self._depth.data
+        self._depths = _depths(_NUM_DEPTHS)
         self._hanging = np.zeros(num_rows, dtype=np.int32)  # paths that hang at a row
+        self._hanging_of = self._hanging.data
         for column in (self._depth, self._hanging):
             column.fill(0)  # the scheduler's thread pays for no page when it comes to it
-        self._by_id: list[Path | None] = []
-        self._free: list[int] = []
+        self._store = PathStore()
+        self.get, self.used = self._store.get, self._store.used
         self._young: deque[Path] = deque()
+        self._newest = 0
+        self._was_adopted = False
         self.unsettled: set[Path] = set()
+        self.ends = PathEnds(NUM_CLASSES)
 
     def are_needed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which rows must not be given to another prefix."""
         needed: NDArray[np.bool_] = (self._owner[rows] != _ABSENT) | (self._hanging[rows] != 0)
         return needed
 
+    def is_needed(self, row: int) -> bool:
+        """The same, of one row."""
+        return self._owner_of[row] != _ABSENT or self._hanging_of[row] != 0
+
     def __iter__(self) -> Iterator[Path]:
         """All that have residents."""
-        return (path for path in self._by_id if path is not None and path.num)
+        return iter(self._store)
 
-    def find(self, path_id: int) -> Path | None:
-        """The path of that id, if there is one."""
-        return self._by_id[path_id]
-
-    def get(self, path_id: int) -> Path:
-        """The path of that id.
-
-        Raises:
-            Bug: There is none.
-        """
-        path = self._by_id[path_id]
-        if path is None:
-            raise Bug(f"hazard: there is no path {path_id}")
-        return path
+    def withdraw(self, path: Path) -> None:
+        """Nothing can go from its end, until it is settled anew."""
+        if path.cls >= 0:
+            self.ends.remove(path.cls, path.serial, path.id)
+            path.cls = -1
 
     # --- a request ----------------------------------------------------------------------------
 
@@ -120,6 +106,7 @@ class Paths:
     def adopt(self, row: int) -> None:
         """The chunk of `row` is resident, in no path yet; the next `add` takes it."""
         self._owner_of[row] = _ADOPTED
+        self._was_adopted = True
 
     def give_up(self, row: int) -> None:
         """The chunk of `row` was not taken by that `add`: it is in no path for good."""
@@ -131,46 +118,74 @@ class Paths:
 
     def add(self, seen: Seen) -> Path:
         """The path of a request; it takes over what is resident, and awaits what is not."""
-        owner, runs = self._owners(seen.rows)
-        if not all(self._is_whole(seen.rows, owner, run) for run in runs):
-            seen = self._whole(seen, runs)
-            owner, runs = self._owners(seen.rows)
-        if self._free:
-            path = Path(self._free.pop(), seen)
-            self._by_id[path.id] = path
-        else:
-            path = Path(len(self._by_id), seen)
-            self._by_id.append(path)
+        # Nothing is there, nor hangs, at rows that were given to their keys just now.
+        num_known = seen.num_known
+        if self._was_adopted or seen.serial <= self._newest:
+            num_known = len(seen.rows)
+        self._was_adopted, self._newest = False, max(self._newest, seen.serial)
+        runs = self._owners(seen.rows[:num_known])
+        if not all(self._is_whole(seen.rows, run) for run in runs if run[2] != _ADOPTED):
+            seen = self._whole(seen, [run for run in runs if run[2] != _ADOPTED])
+            num_known = len(seen.rows)
+            runs = self._owners(seen.rows)
+        path = self._store.new(seen)
         self._young.append(path)
-        rows = path.rows
         num_true = self._num_true(path, runs)
-        if num_true < len(rows):
-            path.rows, path.keys = rows[:num_true], path.keys[:num_true]
-            rows, owner = path.rows, owner[:num_true]
+        if num_true < len(path.rows):
+            path.rows, path.keys = path.rows[:num_true], path.keys[:num_true]
+            num_known = min(num_known, num_true)
             runs = [(at, min(stop, num_true), old) for at, stop, old in runs if at < num_true]
-        resident = owner >= 0
-        is_any = bool(resident.any())
+        rows = path.rows
         # First of all: what is emptied below must be found as the owner of nothing.
-        self._owner[rows] = np.where(resident, path.id, -2 - path.id) if is_any else -2 - path.id
-        self._take_over(rows, runs)
-        self._depth[rows] = np.arange(len(rows))
-        path.branches = self._hanging[rows].nonzero()[0].tolist()
-        if is_any:
-            path.num = int(resident.sum())
-            path.hi = len(rows)
-            if not resident[-1]:
-                path.hi = int(np.flatnonzero(resident)[-1]) + 1
+        depths = [self._depth_of[rows[stop - 1]] for _, stop, _ in runs]
+        self._take(path, runs)
+        self._take_over(rows, runs, depths)
+        path.branches = self._branches(rows[:num_known])
+        if runs:
+            path.num = sum(stop - start for start, stop, _ in runs)
+            path.hi = runs[-1][1]
             self.unsettled.add(path)
         if len(self._young) > _NUM_YOUNG:
             self._grow_up(self._young.popleft())
         return path
 
-    def _owners(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int32], list[_Run]]:
-        """The owner of each row, and the runs of rows that one path owns."""
-        owner = self._owner[rows]
-        return owner, [run for run in _runs(owner) if run[2] >= 0 and run[2] != _ADOPTED]
+    def _owners(self, rows: NDArray[np.int64]) -> list[_Run]:
+        """The runs of rows that one path owns, or that are adopted."""
+        if len(rows) > _FEW:
+            return [run for run in _runs(self._owner[rows]) if run[2] >= 0]
+        owner_of, runs = self._owner_of, list[_Run]()
+        start, last = 0, _ABSENT
+        for at, row in enumerate(rows.tolist()):
+            owner = owner_of[row]
+            if owner != last:
+                if last >= 0:
+                    runs.append((start, at, last))
+                start, last = at, owner
+        if last >= 0:
+            runs.append((start, len(rows), last))
+        return runs
 
-    def _is_whole(self, rows: NDArray[np.int64], owner: NDArray[np.int32], run: _Run) -> bool:
+    def _take(self, path: Path, runs: list[_Run]) -> None:
+        """What is resident is the path's; all the rest it awaits."""
+        rows = path.rows
+        num = len(rows)
+        if num > len(self._depths):
+            self._depths = _depths(2 * num)
+        self._pairs[rows] = self._depths[:num] | (-2 - path.id & _LOW_HALF)
+        for start, stop, _ in runs:
+            if stop - start == 1:
+                self._owner_of[int(rows[start])] = path.id
+            else:
+                self._owner[rows[start:stop]] = path.id
+
+    def _branches(self, rows: NDArray[np.int64]) -> list[int]:
+        """Positions at which paths hang."""
+        if len(rows) > _FEW:
+            return self._hanging[rows].nonzero()[0].tolist()
+        hanging_of = self._hanging_of
+        return [at for at, row in enumerate(rows.tolist()) if hanging_of[row]]
+
+    def _is_whole(self, rows: NDArray[np.int64], run: _Run) -> bool:
         """Whether a run of a request is in order, and leaves out nothing that is there above it."""
         start, stop, old_id = run
         old = self.get(old_id)
@@ -179,7 +194,8 @@ class Paths:
         last = self._depth_of[rows[stop - 1]] - old.cut
         if last == stop - start - 1 and self._depth_of[rows[start]] == old.cut:
             return True  # by far the most; out of order and yet so is next to impossible
-        places = self._depth[rows[:stop][_is_of(owner[:stop], old_id)]]
+        above = rows[:stop]
+        places = self._depth[above[_is_of(self._owner[above], old_id)]]
         num_above = np.count_nonzero(_is_of(self._owner[old.rows[: last + 1]], old_id))
         return len(places) == num_above and bool((places[1:] > places[:-1]).all())
 
@@ -230,32 +246,37 @@ class Paths:
         the chunk of the one must never be called by the name of the other.
         """
         for start, stop, old_id in runs:
+            if old_id == _ADOPTED:
+                continue
             old = self.get(old_id)
-            is_same = (
-                old.keys[self._depth[path.rows[start:stop]] - old.cut] == path.keys[start:stop]
-            )
-            if not is_same.all():
-                return start + int(np.argmin(is_same))
+            at = self._depth_of[path.rows[start]] - old.cut
+            if old.keys[at : at + stop - start] != path.keys[start:stop]:
+                for i, row in enumerate(path.rows[start:stop].tolist(), start):
+                    if old.keys[self._depth_of[row] - old.cut] != path.keys[i]:
+                        return i
         return len(path.rows)
 
-    def _take_over(self, rows: NDArray[np.int64], runs: list[_Run]) -> None:
-        for start, stop, old_id in runs:
+    def _take_over(self, rows: NDArray[np.int64], runs: list[_Run], depths: list[int]) -> None:
+        """Runs are another's now; `depths`: at which the last of each was before."""
+        for (start, stop, old_id), depth in zip(runs, depths, strict=True):
+            if old_id == _ADOPTED:
+                continue
             old = self.get(old_id)
             old.num -= stop - start
             self._unhang(old)
             if old.num:
-                self._cut_off(old, int(rows[stop - 1]))
+                self._cut_off(old, int(rows[stop - 1]), depth)
                 self._hang(old)
             else:
                 self._empty(old)
 
-    def _cut_off(self, path: Path, row: int) -> None:
+    def _cut_off(self, path: Path, row: int, depth: int) -> None:
         """What lies above and at `row` is another's."""
-        cut = self._depth_of[row] - path.cut + 1
+        cut = depth - path.cut + 1
         if path.rows[cut - 1] != row:
             raise Bug(f"hazard: row {row} is not in path {path.id}")
         path.cut += cut
-        path.rows, path.keys = path.rows[cut:].copy(), path.keys[cut:].copy()
+        path.rows, path.keys = path.rows[cut:].copy(), path.keys[cut:]
         path.hi -= cut
         path.floor = max(0, path.floor - cut)
         first = bisect_right(path.starts, cut) - 1
@@ -267,28 +288,28 @@ class Paths:
     def _grow_up(self, path: Path) -> None:
         """It was long ago: nothing more is awaited."""
         path.is_young = False
-        rows = path.rows
-        self._owner[rows[self._owner[rows] == -2 - path.id]] = _ABSENT
-        if not path.num:
-            self._forget(path)
-
-    def _forget(self, path: Path) -> None:
-        self._by_id[path.id] = None
-        self._free.append(path.id)
+        if path.num < len(path.rows):
+            mine = path.rows[self._owner[path.rows] == -2 - path.id]
+            if len(mine):
+                self._owner[mine] = _ABSENT
+        if path.num:
+            self._store.pack(path)
+        else:
+            self._store.forget(path)
 
     def _hang(self, path: Path) -> None:
         if path.parent_row >= 0:
             path.hangs = True
-            self._hanging[path.parent_row] += 1
+            self._hanging_of[path.parent_row] += 1
 
     def _unhang(self, path: Path) -> None:
         if not path.hangs:
             return
         path.hangs = False
         row = path.parent_row
-        self._hanging[row] -= 1
+        self._hanging_of[row] -= 1
         owner = self._owner_of[row]
-        if owner >= 0 and owner != _ADOPTED and not self._hanging[row]:
+        if owner >= 0 and owner != _ADOPTED and not self._hanging_of[row]:
             above = self.get(owner)
             if above.cls < 0:
                 self.unsettled.add(above)
@@ -311,13 +332,16 @@ class Paths:
     def awaited(self, path: Path, at: int, keys: Sequence[ChunkKey]) -> int:
         """How many of `keys`, deepest first, are those awaited at `at` of a path and above."""
         first = max(0, at + 1 - len(keys))
-        is_next = self._owner[path.rows[first : at + 1]] == -2 - path.id
         num = at + 1 - first
-        if not is_next.all():
-            num = int(np.argmin(is_next[::-1]))
-        if path.keys[at + 1 - num : at + 1][::-1].tolist() == keys[:num]:
+        if path is not self._young[-1] or path.hi > first:  # else all are its own, and to come
+            is_next = self._owner[path.rows[first : at + 1]] == -2 - path.id
+            if not is_next.all():
+                num = int(np.argmin(is_next[::-1]))
+        awaited = list(path.keys[at + 1 - num : at + 1])
+        awaited.reverse()
+        if awaited == keys[:num]:
             return num
-        pairs = zip(path.keys[at + 1 - num : at + 1][::-1].tolist(), keys, strict=False)
+        pairs = zip(awaited, keys, strict=False)
         return next((i for i, (one, other) in enumerate(pairs) if one != other), num)
 
     def come(self, path: Path, at: int, num: int = 1) -> None:
@@ -331,7 +355,7 @@ class Paths:
         path.num += num
         if at >= path.hi:
             path.hi = at + 1
-            path.cls = -1
+            self.withdraw(path)
             self.unsettled.add(path)
 
     def leave(self, path: Path, at: int) -> None:
@@ -345,10 +369,15 @@ class Paths:
         if len(places) == 1:
             self.leave(path, at)
             return
+        gone = -2 - path.id if path.is_young else _ABSENT
         rows = path.rows[at : path.hi]
         if len(places) < len(rows):
             rows = path.rows[list(places)]
-        self._owner[rows] = -2 - path.id if path.is_young else _ABSENT
+        if len(rows) <= _FEW:
+            for row in rows.tolist():
+                self._owner_of[row] = gone
+        else:
+            self._owner[rows] = gone
         path.hi = at + 1
         self._left(path, len(places), at)
 
@@ -360,34 +389,38 @@ class Paths:
             return
         if at == path.hi - 1:
             path.hi = at
-            if at <= path.floor or not self.holds(path, at - 1):
-                path.cls = -1
+            if at <= path.floor or not (path.num == at or self.holds(path, at - 1)):
+                self.withdraw(path)
                 self.unsettled.add(path)
 
     def _empty(self, path: Path) -> None:
+        self.withdraw(path)
         path.hi = 0
-        path.cls = -1
         self.unsettled.discard(path)
         if not path.is_young:
-            self._forget(path)
+            self._store.forget(path)
 
     # --- ends ---------------------------------------------------------------------------------
 
     def settle(self, path: Path) -> None:
-        """Work out `hi`, `floor` and `cls`."""
+        """Work out `hi`, `floor` and `cls`; if its end may go, it is one of `ends` then."""
         path.hi = hi = self.deepest(path, path.hi)
         if not path.is_young and hi * 2 < len(path.rows):
-            path.rows, path.keys = path.rows[:hi].copy(), path.keys[:hi].copy()
+            path.rows, path.keys = path.rows[:hi].copy(), path.keys[:hi]
         while path.branches:
             at = path.branches[-1]
-            if at < hi and self._hanging[path.rows[at]]:
+            if at < hi and self._hanging_of[int(path.rows[at])]:
                 break
             path.branches.pop()
-        path.floor, path.cls = self.stretch(path, hi)
+        path.floor, cls = self.stretch(path, hi)
         if path.branches:
             path.floor = max(path.floor, path.branches[-1] + 1)
             if path.floor == hi:
-                path.cls = -1
+                return
+        path.cls = cls
+        self.ends.add(cls, path.serial, path.id)
+        if not path.is_young:
+            self._store.pack(path)
 
     @staticmethod
     def stretch(path: Path, hi: int) -> tuple[int, int]:
@@ -410,8 +443,11 @@ class Paths:
         if num == 1:
             return [path.hi - 1], [path.keys[path.hi - 1]]
         lowest = max(path.floor, path.hi - num)
-        keys: list[ChunkKey] = path.keys[lowest : path.hi][::-1].tolist()
+        keys = list(path.keys[lowest : path.hi])
+        keys.reverse()
         places = range(path.hi - 1, lowest - 1, -1)
+        if path.num == path.hi:
+            return places, keys
         is_own = self._owner[path.rows[lowest : path.hi]] == path.id
         if is_own.all():
             return places, keys
@@ -434,6 +470,11 @@ def _is_of(owner: NDArray[np.int32], path_id: int) -> NDArray[np.bool_]:
     """Which rows are resident in a path, or awaited there."""
     is_of: NDArray[np.bool_] = (owner == path_id) | (owner == -2 - path_id)
     return is_of
+
+
+def _depths(num: int) -> NDArray[np.int64]:
+    """The half of a pair that is a depth; of the first so many."""
+    return np.arange(num, dtype=np.int64) << np.int64(32 if _OF_OWNER == 0 else 0)
 
 
 def _runs(owner: NDArray[np.int32]) -> list[_Run]:

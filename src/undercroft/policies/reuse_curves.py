@@ -51,6 +51,7 @@ class ReuseCurves:
     Attributes:
         index: `index[c][k]`, reuses a second of residence to be expected, at best, from keeping a
             prefix of class `c` that has waited as long as bucket `k` says.
+        num_changes: Of `index`.
         num_waits: Waits that have ended, ever.
 
     Threads: one. Cost: `finish` O(1); `learn` O(classes x buckets); `go_on` O(buckets^2) a class.
@@ -61,6 +62,7 @@ class ReuseCurves:
         self.ended = np.zeros(shape)
         self.partial_s = np.zeros(shape)
         self.num_waits = 0
+        self.num_changes = 0
         self.index: list[list[float]] = [[0.0] * NUM_BUCKETS for _ in range(num_classes)]
         self._left: list[int] = []  # classes whose index is to be worked out, the last one first
         self._hazard = np.zeros((0, NUM_BUCKETS))  # of each of those
@@ -103,6 +105,7 @@ class ReuseCurves:
         (of_pool,) = _best_rates(pooled[None, :num])
         for cls in set(range(num_classes)).difference(self._left):
             self.index[cls] = of_pool
+        self.num_changes += 1
         self.ended *= _DECAY
         self.partial_s *= _DECAY
 
@@ -115,6 +118,7 @@ class ReuseCurves:
             rows = _best_rates(self._hazard[first : first + len(classes)])
             for cls, row in zip(classes, rows, strict=True):
                 self.index[cls] = row
+            self.num_changes += 1
         return bool(self._left)
 
     @staticmethod
