@@ -57,6 +57,7 @@ class Seen:
         rows: One a key, root first.
         starts: Where along the path a new class begins; the first is 0.
         classes: Of each of those stretches.
+        num_known: Up to the deepest key that was known before.
     """
 
     serial: int
@@ -65,6 +66,7 @@ class Seen:
     rows: NDArray[np.int64]
     starts: list[int]
     classes: list[int]
+    num_known: int = 0
 
 
 class KnownPrefixes:
@@ -125,18 +127,21 @@ class KnownPrefixes:
                 return row
         return -1
 
-    def see(self, keys: Sequence[ChunkKey], now_s: float, kind: int, num_told: int = 0) -> Seen:
-        """A request used `keys`, root first. Told twice of the same one, it is seen once.
+    def see(
+        self, keys: Sequence[ChunkKey], now_s: float, kind: int, num_told: int = 0, after: int = 0
+    ) -> Seen:
+        """A request used `keys`, root first. Told of it by several levels, it is seen once.
 
         Args:
             keys: Of full chunks.
             now_s: The clock's time.
             kind: How it ended, two bits.
             num_told: Of so many this very request was seen before; it has grown since.
+            after: Serial of what the level that tells saw last: this is another request.
         """
         number = len(keys)
         told_at_s, told, seen = self._recent.get(keys[-1], (now_s, 0, None))
-        if seen is not None and told == number and told_at_s == now_s:
+        if seen is not None and told == number and told_at_s == now_s and seen.serial > after:
             return seen
         # A clock that is set back, or stands, makes no age negative.
         if self._last_s is not None:
@@ -189,7 +194,7 @@ class KnownPrefixes:
             self._learn(now)
         else:
             self.curves.go_on()
-        return Seen(self.serial, now_s, keys, rows, starts, classes)
+        return Seen(self.serial, now_s, keys, rows, starts, classes, num_known)
 
     def _watch(
         self,

@@ -110,6 +110,11 @@ class Paths:
 
     # --- a request ----------------------------------------------------------------------------
 
+    def are_there(self, seen: Seen) -> NDArray[np.bool_]:
+        """Which of a request's chunks are resident."""
+        is_there: NDArray[np.bool_] = self._owner[seen.rows] >= 0
+        return is_there
+
     def absent(self, seen: Seen) -> list[int]:
         """Positions of a request's chunks that are not resident."""
         return np.flatnonzero(self._owner[seen.rows] < 0).tolist()
