@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli.rig import undercroft, undercroft_json
 from tests.plan.traces import sessions
+from tests.sim.paths import turns
 from undercroft.cli.capacities import parse_capacities
 from undercroft.cli.main import main
 from undercroft.sim import LevelPlan, Service, simulate
@@ -151,6 +152,22 @@ def test_shares_are_rounded_down_and_not_by_accident():
         assert capacity.num_blocks == percent
     (capacity,) = parse_capacities("2.99%", trace, None)
     assert capacity.num_blocks == 2
+
+
+def test_kinds_are_told_or_not(tmp_path):
+    """To one level alone and to a hierarchy, by the same word."""
+    path = tmp_path / "turns.jsonl"
+    with path.open("wb", buffering=0) as file:
+        write_trace(turns(1500, 1), file)
+    found = {}
+    for kinds in ("all", "none"):
+        words = ("simulate", "--trace", str(path), "--policy", "hazard", "--kinds", kinds)
+        (alone, *_) = undercroft_json(*words, "--capacity", "600blocks")["policies"]
+        levels = ("--host", "600blocks", "--bytes-per-token", "1KiB")
+        (both,) = undercroft_json(*words, *levels)["policies"]
+        found[kinds] = [alone["rows"][0]["block_hit_ratio"], both["block_hit_ratio"]]
+    for told, not_told in zip(found["all"], found["none"], strict=True):
+        assert told > not_told + 0.05
 
 
 CHATS = ["--bytes-per-token", "1KiB", "--host", "16blocks", "--disk", "200blocks"]

@@ -82,6 +82,10 @@ def check_levels(hierarchy: Hierarchy) -> None:
         assert late == level.transfers.late
         assert all(n >= 0 for n in level._num_writing + level._num_deleting)
         assert sum(level._num_writing) == len(level._writing)
+        for size_class, policy in enumerate(level._policies):
+            unlisted = level._unlisted.of(size_class)
+            assert unlisted.isdisjoint(policy.victims())
+            assert all(map(hierarchy.telling.is_untold, unlisted)), "nobody will name it"
 
 
 def check_no_orphans(hierarchy: Hierarchy) -> None:
@@ -115,3 +119,5 @@ def check_quiet(hierarchy: Hierarchy, *, orphans: bool = False) -> None:
     assert not hierarchy.restores.num_waiting
     assert not hierarchy.fresh._entries
     assert not hierarchy.fresh.is_listing
+    assert not hierarchy.telling._untold
+    assert not hierarchy.telling._stored

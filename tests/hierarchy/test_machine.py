@@ -27,6 +27,7 @@ from undercroft.hierarchy.transfers import TransferLimits
 from undercroft.hierarchy.waits import MOST_DEADLINES
 from undercroft.keys import ChunkKey
 from undercroft.policies.arc import Arc
+from undercroft.policies.hazard import Hazard
 from undercroft.policies.lru import Lru
 from undercroft.testing.clock import ManualClock
 from undercroft.testing.faults import Effect, FaultyTier, Injector
@@ -89,7 +90,7 @@ class HierarchyMachine(RuleBasedStateMachine):
         num_tiers=st.sampled_from([1, 2, 0]),
         num_slots=st.sampled_from([12, 6, 20, 4]),
         tier_chunks=st.sampled_from([200, 40, 16]),
-        policy=st.sampled_from([Lru, Arc]),
+        policy=st.sampled_from([Lru, Arc, Hazard]),
         num_threads=st.integers(1, 2),
         share=st.sampled_from([1.0, 0.5]),
         ready=st.sampled_from([1.0, 1.0, 0.5]),

@@ -1,5 +1,7 @@
 """Requests as hypothesis makes them: paths in small trees that share prefixes and come again."""
 
+import random
+
 from hypothesis import strategies as st
 from trace_files import trace_of
 
@@ -30,3 +32,25 @@ def chats(num_requests: int, seed: int) -> Trace:
 def keys_of(trace: Trace) -> list[list[ChunkKey]]:
     """Each request's blocks as keys, root first."""
     return [[ChunkKey(b.to_bytes(8, "big")) for b in path] for path in trace.iter_blocks()]
+
+
+def turns(num_requests: int, seed: int) -> Trace:
+    """Sessions whose kind says whether they come back, a minute or so later: half of all turns."""
+    rng = random.Random(seed)
+    builder = TraceBuilder("turns", 16)
+    coming: list[tuple[int, str, int]] = []
+    time_ms = 0
+    for number in range(num_requests):
+        time_ms += rng.randrange(500, 1500)
+        if coming and rng.random() < 0.5 and coming[0][0] <= time_ms:
+            _, session, length = coming.pop(0)
+        else:
+            session, length = f"s{number}", 0
+        length += rng.randrange(4, 9)
+        ends = rng.random() < 0.5
+        keys = [f"{session}.{n}" for n in range(length)]
+        builder.add(keys, time_ms=time_ms, kind=int(ends))
+        if not ends:
+            coming.append((time_ms + rng.randrange(60_000, 90_000), session, length))
+            coming.sort()
+    return builder.build()

@@ -19,8 +19,8 @@ from undercroft.cli.plan_text import (
     host_table,
     studied,
 )
-from undercroft.cli.simulate import add_trace_flags
 from undercroft.cli.store import say
+from undercroft.cli.trace_flags import add_trace_flags, load_trace
 from undercroft.errors import ConfigError
 from undercroft.plan.advice import Advice, advise, net_a_month, serve_words
 from undercroft.plan.kinds import Kind
@@ -32,7 +32,7 @@ from undercroft.plan.terms import Drive, Prices, parse_endurance, parse_prices, 
 from undercroft.settings import parse_size
 from undercroft.settings.schema import KEYS
 from undercroft.sim import Report, check_policy, hit_curve
-from undercroft.traces import Trace, load
+from undercroft.traces import Trace
 
 __all__ = ["add_parser", "run"]
 
@@ -179,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         check_installed()
     asked = _asked(args)
-    trace = _whole_blocks(load(args.trace, args.format))
+    trace = _whole_blocks(load_trace(args))
     if trace.num_requests < 2 or trace.times_ms[-1] == trace.times_ms[0]:  # noqa: PLR2004 - a time between two
         raise ConfigError(f"{args.trace} spans no time, so nothing can be said of a day")
     study = _study(output, trace, asked)

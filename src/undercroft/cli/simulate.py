@@ -11,12 +11,13 @@ from undercroft.cli.capacities import Capacity, parse_capacities, parse_percent
 from undercroft.cli.output import Column, Exit, Output, Subparsers, add_command, output_for
 from undercroft.cli.simulate_levels import add_level_flags, refuse_level_flags, run_levels
 from undercroft.cli.store import counted, say, size_text
+from undercroft.cli.trace_flags import add_trace_flags, load_trace
 from undercroft.errors import ConfigError
 from undercroft.settings import parse_size
 from undercroft.sim import BOUNDS, Hits, check_policy, hit_curve
-from undercroft.traces import Trace, load
+from undercroft.traces import Trace
 
-__all__ = ["add_parser", "add_trace_flags", "run"]
+__all__ = ["add_parser", "run"]
 
 _CAPACITIES = "1%,2%,5%,10%"
 _ONE_PASS = ("lru", "unbounded")
@@ -70,16 +71,6 @@ def add_parser(subparsers: Subparsers[argparse.ArgumentParser]) -> None:
     add_level_flags(parser)
 
 
-def add_trace_flags(parser: argparse.ArgumentParser) -> None:
-    """Which trace is replayed."""
-    parser.add_argument(
-        "--trace", required=True, metavar="FILE", help="the requests, plain or compressed with gzip"
-    )
-    parser.add_argument(
-        "--format", metavar="NAME", help="its format; told by its first line where left out"
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """See `main.Command`."""
     output = output_for(args)
@@ -93,9 +84,7 @@ def run(args: argparse.Namespace) -> int:
         return run_levels(args, output, warm_ratio, token_bytes)
     refuse_level_flags(args)
     policies = _policies(args.policy)
-    trace = load(args.trace, args.format)
-    if args.full_blocks:
-        trace = trace.full_blocks()
+    trace = load_trace(args, full_blocks=args.full_blocks)
     capacities = parse_capacities(args.capacity or _CAPACITIES, trace, token_bytes)
     num_warm = int(warm_ratio * trace.num_requests)
     curves = _replay(trace, policies, capacities, num_warm, output)

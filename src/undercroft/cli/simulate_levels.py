@@ -12,10 +12,11 @@ from undercroft import plugins
 from undercroft.cli.capacities import Capacity, parse_capacities
 from undercroft.cli.output import Column, Exit, Output
 from undercroft.cli.store import counted, say, size_text
+from undercroft.cli.trace_flags import load_trace
 from undercroft.errors import ConfigError
 from undercroft.settings import parse_size
 from undercroft.sim import BOUNDS, Hits, LevelPlan, Report, Service, hit_curve, simulate
-from undercroft.traces import Trace, load
+from undercroft.traces import Trace
 
 __all__ = ["add_level_flags", "refuse_level_flags", "run_levels"]
 
@@ -154,9 +155,7 @@ def _levels(args: argparse.Namespace, warm_ratio: float, token_bytes: int | None
         parse_size(args.disk_read, "--disk-read"),
         parse_size(args.disk_write, "--disk-write"),
     )
-    trace = load(args.trace, args.format)
-    if args.full_blocks:
-        trace = trace.full_blocks()
+    trace = load_trace(args, full_blocks=args.full_blocks)
     sizes = []
     for name, text in (("host", args.host), ("disk", args.disk)):
         if text is not None:

@@ -114,8 +114,9 @@ class Hazard:
         self._current = path = self._paths.add(seen)
         self._at = len(path.keys) - 1
         for at in adopted:
-            if at > self._at:
-                self._paths.give_up(int(seen.rows[at]))
+            row = int(seen.rows[at])
+            if self._paths.is_adopted(row):
+                self._paths.give_up(row)
                 self._strays.push(seen.keys[at])
                 self._num_strays += 1
             else:
@@ -223,6 +224,8 @@ class Hazard:
             if path is None:
                 break
             places, keys = self._paths.end(path, num_keys - len(evicted))
+            if not keys:
+                raise Bug(f"hazard: nothing is resident at the end of path {path.id}")
             num = next(compress(count(), map(is_kept, keys)), len(keys))
             if num:
                 self._paths.leave_all(path, places[:num])

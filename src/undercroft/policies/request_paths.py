@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import compress
 
 import numpy as np
@@ -23,6 +24,8 @@ from undercroft.policies.known_prefixes import Seen
 
 __all__ = ["Path", "Paths"]
 
+_Run = tuple[int, int, int]
+"""Start, stop, and the path that owns what lies between."""
 _ABSENT = -1
 _ADOPTED = 2**31 - 1
 _NUM_YOUNG = 256
@@ -127,8 +130,16 @@ class Paths:
         """The chunk of `row` was not taken by that `add`: it is in no path for good."""
         self._owner_of[row] = _ABSENT
 
+    def is_adopted(self, row: int) -> bool:
+        """Whether the chunk of `row` is still to be taken."""
+        return self._owner_of[row] == _ADOPTED
+
     def add(self, seen: Seen) -> Path:
         """The path of a request; it takes over what is resident, and awaits what is not."""
+        owner, runs = self._owners(seen.rows)
+        if not all(self._is_whole(seen.rows, owner, run) for run in runs):
+            seen = self._whole(seen, runs)
+            owner, runs = self._owners(seen.rows)
         if self._free:
             path = Path(self._free.pop(), seen)
             self._by_id[path.id] = path
@@ -137,8 +148,6 @@ class Paths:
             self._by_id.append(path)
         self._young.append(path)
         rows = path.rows
-        owner = self._owner[rows]
-        runs = [run for run in _runs(owner) if run[2] >= 0 and run[2] != _ADOPTED]
         num_true = self._num_true(path, runs)
         if num_true < len(rows):
             path.rows, path.keys = rows[:num_true], path.keys[:num_true]
@@ -161,7 +170,65 @@ class Paths:
             self._grow_up(self._young.popleft())
         return path
 
-    def _num_true(self, path: Path, runs: list[tuple[int, int, int]]) -> int:
+    def _owners(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int32], list[_Run]]:
+        """The owner of each row, and the runs of rows that one path owns."""
+        owner = self._owner[rows]
+        return owner, [run for run in _runs(owner) if run[2] >= 0 and run[2] != _ADOPTED]
+
+    def _is_whole(self, rows: NDArray[np.int64], owner: NDArray[np.int32], run: _Run) -> bool:
+        """Whether a run of a request is in order, and leaves out nothing that is there above it."""
+        start, stop, old_id = run
+        old = self.get(old_id)
+        if old.hangs and (not start or rows[start - 1] != old.parent_row):
+            return False
+        last = self._depth_of[rows[stop - 1]] - old.cut
+        if last == stop - start - 1 and self._depth_of[rows[start]] == old.cut:
+            return True  # by far the most; out of order and yet so is next to impossible
+        places = self._depth[rows[:stop][_is_of(owner[:stop], old_id)]]
+        num_above = np.count_nonzero(_is_of(self._owner[old.rows[: last + 1]], old_id))
+        return len(places) == num_above and bool((places[1:] > places[:-1]).all())
+
+    def _whole(self, seen: Seen, runs: list[_Run]) -> Seen:
+        """A request that was told of with holes, with all that is there above what it has.
+
+        Or the lower part of a path would go to another, and what lies above be nobody's. The class
+        of what is filled in is that of what follows.
+        """
+        above_of = {
+            start: self._down_to(self.get(old_id), int(self._depth[seen.rows[start:stop]].max()))
+            for start, stop, old_id in runs
+        }
+        whole: dict[int, tuple[ChunkKey, int]] = {}
+        for at, row in enumerate(seen.rows.tolist()):
+            cls = seen.classes[bisect_right(seen.starts, at) - 1]
+            for above, key in above_of.get(at, ()):
+                whole.setdefault(above, (key, cls))
+            whole.setdefault(row, (seen.keys[at], cls))
+        classes = [cls for _, cls in whole.values()]
+        starts = [at for at, cls in enumerate(classes) if not at or cls != classes[at - 1]]
+        return replace(
+            seen,
+            rows=np.array(list(whole), dtype=seen.rows.dtype),
+            keys=[key for key, _ in whole.values()],
+            starts=starts,
+            classes=[classes[at] for at in starts],
+        )
+
+    def _down_to(self, path: Path, depth: int) -> list[tuple[int, ChunkKey]]:
+        """What is resident or awaited of a path down to a depth, and of those that it hangs at."""
+        parts: list[list[tuple[int, ChunkKey]]] = []
+        ids: set[int] = set()
+        while path.id not in ids:
+            ids.add(path.id)
+            rows = path.rows[: depth - path.cut + 1]
+            own = _is_of(self._owner[rows], path.id).nonzero()[0].tolist()
+            parts.append([(int(rows[at]), path.keys[at]) for at in own])
+            owner = self._owner_of[path.parent_row] if path.hangs else _ABSENT
+            if owner >= 0 and owner != _ADOPTED:
+                path, depth = self.get(owner), self._depth_of[path.parent_row]
+        return [each for part in reversed(parts) for each in part]
+
+    def _num_true(self, path: Path, runs: list[_Run]) -> int:
         """How many keys of a new path are who their rows say, as far as that matters here.
 
         A row knows its key by a fingerprint. That two have the same one is next to impossible, but
@@ -176,7 +243,7 @@ class Paths:
                 return start + int(np.argmin(is_same))
         return len(path.rows)
 
-    def _take_over(self, rows: NDArray[np.int64], runs: list[tuple[int, int, int]]) -> None:
+    def _take_over(self, rows: NDArray[np.int64], runs: list[_Run]) -> None:
         for start, stop, old_id in runs:
             old = self.get(old_id)
             old.num -= stop - start
@@ -368,7 +435,13 @@ class Paths:
         return int(self._hanging[row])
 
 
-def _runs(owner: NDArray[np.int32]) -> list[tuple[int, int, int]]:
+def _is_of(owner: NDArray[np.int32], path_id: int) -> NDArray[np.bool_]:
+    """Which rows are resident in a path, or awaited there."""
+    is_of: NDArray[np.bool_] = (owner == path_id) | (owner == -2 - path_id)
+    return is_of
+
+
+def _runs(owner: NDArray[np.int32]) -> list[_Run]:
     """Start, stop and value of each run of equal values; of none, none."""
     if not len(owner):
         return []

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from inspect import signature
 from threading import get_ident
 
 from undercroft import plugins
@@ -24,6 +26,7 @@ from undercroft.hierarchy.pool import Pool
 from undercroft.hierarchy.request import Lookup, Request
 from undercroft.hierarchy.slots import SLOT_ALIGNMENT_BYTES, Slots
 from undercroft.keys import ChunkKey
+from undercroft.policies.known_prefixes import KnownPrefixes
 from undercroft.sim.moment import Moment
 from undercroft.sim.replay import block_keys, make_policy
 from undercroft.sim.report import LevelReport, Report
@@ -72,6 +75,7 @@ def simulate(  # noqa: PLR0913 - each is one thing that a user may ask for
     Unlike `hit_curve` it knows time: requests come when the trace says so, wait for what lower
     levels read, and lose what did not get there, or was not read, in time. As an engine does, it
     looks up and stores full blocks only, and never evicts what a request in hand has loaded.
+    Policies that learn share what they know, and are told of each request as the trace has it.
 
     Args:
         trace: The requests.
@@ -142,11 +146,11 @@ def _check(trace: Trace, levels: Sequence[LevelPlan], num_warm: int) -> None:
 def _level(
     plan: LevelPlan,
     chunk_bytes: int,
-    shared: tuple[Moment, Counters],
+    shared: tuple[Moment, Counters, KnownPrefixes | None],
     host: int,
     on_write: Callable[[ChunkKey], None],
 ) -> Level:
-    moment, counters = shared
+    moment, counters, known = shared
     tier = SizeTier(plan.name, plan.capacity_blocks * SLOT_ALIGNMENT_BYTES)
     queued = max(1, host // _QUEUED_SHARE) * SLOT_ALIGNMENT_BYTES
     tier.on_write = on_write
@@ -161,7 +165,7 @@ def _level(
         ),
         slot_bytes=(SLOT_ALIGNMENT_BYTES,),
         class_of=_only_class,
-        make_policy=lambda capacity: make_policy(plan.policy, capacity, moment),
+        make_policy=lambda capacity: make_policy(plan.policy, capacity, moment, known),
         admission=plugins.find("admission", plan.admission)(),
         clock=moment,
         counters=counters,
@@ -172,6 +176,19 @@ def _level(
 
 def _only_class(_key: ChunkKey) -> int:
     return 0
+
+
+def _known(plans: Sequence[LevelPlan]) -> KnownPrefixes | None:
+    """What all levels share of prefixes, as large as an engine makes it; None: nobody takes it."""
+    takes = (signature(plugins.find("policies", plan.policy)).parameters for plan in plans)
+    if not any("known" in each for each in takes):
+        return None
+    host, *below = (plan.capacity_blocks for plan in plans)
+    return KnownPrefixes.for_chunks(host, sum(below))
+
+
+def _one_group(keys: list[ChunkKey], _chain: Iterable[ChunkKey]) -> list[list[ChunkKey]]:
+    return [keys] if keys else []
 
 
 def _nobody() -> None:
@@ -220,7 +237,8 @@ class _Engine:
         host = plans[0]
         slots = Slots(len(buffer), (SLOT_ALIGNMENT_BYTES,))
         slots.set_ready_bytes(len(buffer))
-        shared = (self._moment, self._counters)
+        known = _known(plans)
+        shared = (self._moment, self._counters, known)
         self._transfers: list[TimedTransfers] = []
         self._tally = _Tally([LEVEL_0, *(plan.name for plan in plans[1:])])
         levels = [
@@ -240,7 +258,9 @@ class _Engine:
         self._hierarchy = Hierarchy(
             lambda on_evict: Pool(
                 slots,
-                make_policy=lambda capacity: make_policy(host.policy, capacity, self._moment),
+                make_policy=lambda capacity: make_policy(
+                    host.policy, capacity, self._moment, known
+                ),
                 class_of=_only_class,
                 on_evict=on_evict,
                 admission=None if host.admission == "always" else admission,
@@ -258,11 +278,15 @@ class _Engine:
         """All requests, and what is under way after the last; tells of each as it comes."""
         trace, keys = self._trace, block_keys(self._trace)
         rows = zip(
-            trace.times_ms.tolist(), trace.input_tokens.tolist(), trace.iter_blocks(), strict=True
+            trace.times_ms.tolist(),
+            trace.input_tokens.tolist(),
+            trace.kinds.tolist(),
+            trace.iter_blocks(),
+            strict=True,
         )
         began_s = 0.0
         before = self._counted()
-        for number, (time_ms, tokens, path) in enumerate(rows):
+        for number, (time_ms, tokens, kind, path) in enumerate(rows):
             arrives_s = time_ms / 1000
             self._go_on(arrives_s)
             self._moment.set(arrives_s)
@@ -273,6 +297,8 @@ class _Engine:
             chain = [keys[block] for block in path[: tokens // trace.block_tokens]]
             position_of = {key: place for place, key in enumerate(chain, 1)}.get
             request = Request(f"r{number}", position_of)
+            request.use.every_key = partial(_one_group, chain)
+            request.use.kind = kind
             self._waiting.append(_Waiting(request, chain, arrives_s, is_counted))
             if is_counted:
                 self._tally.num_references += len(chain)

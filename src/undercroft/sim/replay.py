@@ -16,6 +16,7 @@ from undercroft import plugins
 from undercroft.clock import Clock
 from undercroft.keys import ChunkKey
 from undercroft.policies.base import EvictionPolicy, Learning
+from undercroft.policies.known_prefixes import KnownPrefixes
 from undercroft.sim.hits import Hits
 from undercroft.sim.moment import Moment
 from undercroft.traces import Trace
@@ -25,15 +26,23 @@ __all__ = ["block_keys", "make_policy", "replay"]
 _KEY_BYTES = 8
 
 
-def make_policy(name: str, capacity_chunks: int, clock: Clock) -> EvictionPolicy:
-    """The production policy `name`, given of capacity and clock what it takes.
+def make_policy(
+    name: str, capacity_chunks: int, clock: Clock, known: KnownPrefixes | None = None
+) -> EvictionPolicy:
+    """The production policy `name`, given of these what it takes.
+
+    Args:
+        name: Of the policy.
+        capacity_chunks: Of its level.
+        clock: The time.
+        known: What all levels together know of prefixes; None: it makes its own.
 
     Raises:
         UnknownPlugin: There is none of that name.
         ConfigError: The policy refuses the capacity.
     """
     make: Callable[..., EvictionPolicy] = plugins.find("policies", name)
-    offered = {"capacity_chunks": capacity_chunks, "clock": clock}
+    offered = {"capacity_chunks": capacity_chunks, "clock": clock, "known": known}
     takes = signature(make).parameters
     return make(**{option: value for option, value in offered.items() if option in takes})
 

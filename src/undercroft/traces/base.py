@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -122,6 +122,10 @@ class Trace:
                 kind=kind,
             )
         return builder.build()
+
+    def without_kinds(self) -> Trace:
+        """The trace as an engine sees it that does not say how requests end."""
+        return replace(self, kinds=np.zeros_like(self.kinds))
 
     def blocks(self, request: int) -> list[int]:
         """The blocks of a request, root first. Cost: O(their number)."""
