@@ -1,11 +1,13 @@
 """When to leave the choice to LRU: whoever finds less than LRU would, for long, is overruled.
 
 Both sides are counted on the same requests, all of them: what the level had, and what LRU would
-have had (`lru_shadow`). A balance is kept of what was lost, as a share of what was asked for lately.
-Gains pay losses back, but little credit is kept for bad times, else a regime that has gone would
-pay for the one that is. Above `_MOST_LOST` the level acts as LRU, which costs nothing more; once
-the loss has faded to `_LITTLE_LOST`, by asking going on or by having been long ago, the policy has
-another try.
+have had (`lru_shadow`). A balance is kept of what was lost. Gains pay losses back, but little credit
+is kept for bad times, else a regime that has gone would pay for the one that is. Where more was lost
+than may be, the level acts as LRU, which costs nothing more. After a while the policy has another
+try; the while is twice as long each time, until it has done clearly better than LRU.
+
+This bounds what is lost on the whole, not at once: until its chunks have turned over, an overruled
+level still lacks what the policy has evicted.
 """
 
 from __future__ import annotations
@@ -21,8 +23,12 @@ from undercroft.policies.lru_shadow import LruShadow
 __all__ = ["Guard"]
 
 _LOG = logging.getLogger(__name__)
-_MOST_LOST, _LITTLE_LOST, _MOST_CREDIT = 0.004, 0.001, 0.004
+_MOST_LOST, _MOST_CREDIT = 0.004, 0.004
 """Of all chunks asked for lately."""
+_NUM_FREE = 8
+"""Beside that, as many requests' worth, or chance would decide at the start."""
+_FIRST_PATIENCE, _MAX_PATIENCE = 512, 65_536
+"""Requests for which the policy is overruled, twice as many each time until it does better."""
 _NUM_REQUESTS = 20_000
 """How many are lately, about."""
 _MAX_RETURNED = 1 << 14
@@ -50,30 +56,38 @@ class Guard:
         self._capacity = capacity_chunks
         self._shadow = LruShadow(capacity_chunks, num_rows)
         self._returned: set[int] = set()  # rows of chunks that were lost and have come again
-        self._asked = 0.0
-        self._lost = 0.0
+        self._asked = self._lost = self._num_requests = 0.0  # lately
+        self._num_overruled, self._patience = 0, _FIRST_PATIENCE
 
-    def on_request(self, seen: Seen, is_there: NDArray[np.bool_], num_told: int) -> None:
+    def on_request(self, seen: Seen, num_found: int, num_told: int) -> None:
         """A request has ended.
 
         Args:
             seen: The request.
-            is_there: Whether the level had each of its chunks.
+            num_found: How many of its chunks the level had, from the root on.
             num_told: Of so many, from the root on, it was told of before: they are not asked again.
         """
-        num_lru = self._shadow.on_request(seen, is_there)
-        num_found = int(is_there.argmin()) or int(is_there[0]) * len(is_there)
+        num_lru = self._shadow.on_request(seen, num_found)
         if self._returned:
             num_found = self._without_returned(seen, num_found)
         lost = max(num_lru, num_told) - max(num_found, num_told)
         fades = 1 - 1 / _NUM_REQUESTS
-        self._asked = asked = self._asked * fades + max(0, len(is_there) - num_told)
+        self._asked = asked = self._asked * fades + max(0, len(seen.keys) - num_told)
+        self._num_requests = number = self._num_requests * fades + 1
         self._lost = lost = max(-_MOST_CREDIT * asked, self._lost * fades + lost)
-        if not self.is_overruling:
-            if lost > _MOST_LOST * asked:
-                self._overrule()
-        elif lost < _LITTLE_LOST * asked:
-            self.is_overruling = False
+        if self.is_overruling:
+            self._num_overruled += 1
+            if self._num_overruled >= self._patience:
+                self._try_again()
+        elif lost > _MOST_LOST * asked + _NUM_FREE * asked / number:
+            self._overrule()
+        elif lost <= -_MOST_CREDIT / 2 * asked:
+            self._patience = _FIRST_PATIENCE
+
+    def _try_again(self) -> None:
+        self.is_overruling = False
+        self._num_overruled, self._patience = 0, min(_MAX_PATIENCE, 2 * self._patience)
+        self._lost = 0.0
 
     def on_come(self, row: int, serial: int) -> None:
         """The chunk of `row` has come in, of a path that request `serial` used last."""

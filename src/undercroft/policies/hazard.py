@@ -109,7 +109,7 @@ class Hazard:
         self._take_back(seen.now_s - _ASIDE_S)
         if not seen.keys:
             return
-        self._guard.on_request(seen, self._paths.are_there(seen), num_told)
+        self._guard.on_request(seen, self._paths.num_leading(seen), num_told)
         adopted = self._adopt(seen) if self._num_strays else []
         self._current = path = self._paths.add(seen)
         self._at = len(path.keys) - 1

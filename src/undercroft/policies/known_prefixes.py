@@ -137,12 +137,15 @@ class KnownPrefixes:
             now_s: The clock's time.
             kind: How it ended, two bits.
             num_told: Of so many this very request was seen before; it has grown since.
-            after: Serial of what the level that tells saw last: this is another request.
+            after: Serial of what the level that tells saw last: this is another request. The same
+                at the same time does not count as another use.
         """
         number = len(keys)
         told_at_s, told, seen = self._recent.get(keys[-1], (now_s, 0, None))
-        if seen is not None and told == number and told_at_s == now_s and seen.serial > after:
-            return seen
+        if seen is not None and told == number and told_at_s == now_s:
+            if seen.serial > after:
+                return seen
+            num_told = number
         # A clock that is set back, or stands, makes no age negative.
         if self._last_s is not None:
             self._elapsed_s += max(0.0, now_s - self._last_s)

@@ -8,6 +8,9 @@ sample of the traffic, and so the noise of neither.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -53,40 +56,43 @@ class LruShadow:
         self._gone = 0  # how many of its chunks are not
         self._inside = 0
 
-    def on_request(self, seen: Seen, is_there: NDArray[np.bool_]) -> int:
+    def on_request(self, seen: Seen, num_found: int) -> int:
         """A request used a path; how many chunks of it LRU would have found, from the root on.
 
         Args:
             seen: The request.
-            is_there: Whether the level has each of its chunks.
+            num_found: How many of its chunks the level has, from the root on.
         """
-        now, rows = self._now(seen.serial), seen.rows
-        last = self._last[rows]
-        last[seen.num_known :] = 0  # what the rows say is of prefixes that they had before
-        num = len(last)
-        cuts = (last[1:] != last[:-1]).nonzero()[0].tolist()
-        num_hits = num_taken = start = 0
-        is_in: NDArray[np.bool_] | None = None
-        for cut in (*cuts, num - 1):
-            span, stop = last.item(start), cut + 1
-            if span >= self._first:
-                found = self._take(span, stop - start)
-                if num_hits == start:
-                    num_hits += found
-                elif is_in is None:
-                    is_in = is_there.copy()
-                if is_in is not None:
-                    is_in[start : start + found] = True
-                num_taken += found
-            start = stop
-        if is_in is None:
-            is_in = is_there
-            if num_hits:
-                is_in = is_there.copy()
-                is_in[:num_hits] = True
-        self._last[rows[is_in]] = now
-        self._add(now, int(np.count_nonzero(is_in)))
+        now = self._now(seen.serial)
+        item, last_of = seen.rows.item, self._last_of
+        num = seen.num_known  # what deeper rows say is of prefixes that they had before
+        num_hits = 0
+        while num_hits < num:
+            span = last_of[item(num_hits)]
+            if span < self._first:
+                break
+            stop = self._end_of(span, item, num_hits, num)
+            size = stop - num_hits
+            found = self._take(span, size)
+            num_hits += found
+            if found < size:
+                break
+        num_in = max(num_hits, num_found)
+        if num_in:
+            self._last[seen.rows[:num_in]] = now
+            self._add(now, num_in)
         return num_hits
+
+    def _end_of(self, span: int, item: Callable[[int], int], start: int, num: int) -> int:
+        """Where a stretch ends that was used last by one request, or by it and later ones.
+
+        Nobody uses a chunk without what it continues: the deeper, the longer ago.
+        """
+        last_of = self._last_of
+        if last_of[item(num - 1)] >= span:
+            return num
+        deeper = range(start + 1, num)
+        return start + 1 + bisect_left(deeper, True, key=lambda at: last_of[item(at)] < span)
 
     def come(self, row: int, serial: int) -> bool:
         """The chunk of `row` has come in, of a path that request `serial` used last.
@@ -94,25 +100,27 @@ class LruShadow:
         Returns:
             False if it had been there since, and so was evicted: to LRU that is nothing new.
         """
-        now = serial - self._base
-        if self._last_of[row] == now:
+        now, last = serial - self._base, self._last_of[row]
+        if last == now:
             return False
         if now >= self._first:
+            if last >= self._first:  # above a hole of what the request was told to have
+                self._take(last, 1)
             self._last_of[row] = now
             self._add(now, 1)
         return True
 
     def come_all(self, rows: NDArray[np.int64], serial: int) -> NDArray[np.int64]:
-        """The same of many; returns those that had been there since."""
+        """The same of one or more; returns those that had been there since."""
         now = serial - self._base
-        is_new = self._last[rows] != now
-        back = rows[:0]
-        if not is_new.all():
-            back, rows = rows[~is_new], rows[is_new]
-        if now >= self._first and len(rows):
+        last = self._last[rows]
+        if last.max() >= self._first:  # rare
+            back = [row for row in rows.tolist() if not self.come(row, serial)]
+            return np.array(back, dtype=rows.dtype)
+        if now >= self._first:
             self._last[rows] = now
             self._add(now, len(rows))
-        return back
+        return rows[:0]
 
     def drop(self, row: int) -> None:
         """The bytes of a chunk are void: LRU would not have it either."""
@@ -145,9 +153,9 @@ class LruShadow:
 
     def _take(self, span: int, size: int) -> int:
         """`size` chunks leave the request that used them last; how many were there."""
-        at, found = span & self._mask, size
-        if span == self._first and self._gone:
-            found = max(0, min(size, self._counts[at] - self._gone))  # its deepest went first
+        at = span & self._mask
+        gone = self._gone if span == self._first else 0  # its deepest went first
+        found = max(0, min(size, self._counts[at] - gone))
         self._counts[at] -= found
         self._inside -= found
         return found

@@ -9,7 +9,7 @@ operations, not thousands of moves in a list.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -30,6 +30,8 @@ _ABSENT = -1
 _ADOPTED = 2**31 - 1
 _NUM_YOUNG = 256
 """So many requests back, a chunk that comes in is still recognized as part of its path."""
+_YOUNG_SHARE = 4
+"""One in so many rows, at most, is kept for chunks that may still come in."""
 
 
 class Path:
@@ -84,7 +86,8 @@ class Paths:
             column.fill(0)  # the scheduler's thread pays for no page when it comes to it
         self._by_id: list[Path | None] = []
         self._free: list[int] = []
-        self._young: deque[Path] = deque()
+        self._young: deque[tuple[Path, int]] = deque()
+        self._num_young_rows, self._most_young_rows = 0, num_rows // _YOUNG_SHARE
         self.unsettled: set[Path] = set()
 
     def are_needed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -113,10 +116,15 @@ class Paths:
 
     # --- a request ----------------------------------------------------------------------------
 
-    def are_there(self, seen: Seen) -> NDArray[np.bool_]:
-        """Which of a request's chunks are resident."""
-        is_there: NDArray[np.bool_] = self._owner[seen.rows] >= 0
-        return is_there
+    def num_leading(self, seen: Seen) -> int:
+        """How many of a request's chunks are resident, from the root on.
+
+        None is without what it continues; where one is after all, about as many.
+        """
+        owner_of, item, num = self._owner_of, seen.rows.item, len(seen.rows)
+        if owner_of[item(num - 1)] >= 0:
+            return num
+        return bisect_left(range(num), True, key=lambda at: owner_of[item(at)] < 0)
 
     def absent(self, seen: Seen) -> list[int]:
         """Positions of a request's chunks that are not resident."""
@@ -146,7 +154,6 @@ class Paths:
         else:
             path = Path(len(self._by_id), seen)
             self._by_id.append(path)
-        self._young.append(path)
         rows = path.rows
         num_true = self._num_true(path, runs)
         if num_true < len(rows):
@@ -166,8 +173,14 @@ class Paths:
             if not resident[-1]:
                 path.hi = int(np.flatnonzero(resident)[-1]) + 1
             self.unsettled.add(path)
-        if len(self._young) > _NUM_YOUNG:
-            self._grow_up(self._young.popleft())
+        self._young.append((path, len(rows)))
+        self._num_young_rows += len(rows)
+        while len(self._young) > 1 and (
+            len(self._young) > _NUM_YOUNG or self._num_young_rows > self._most_young_rows
+        ):
+            old, num_rows = self._young.popleft()
+            self._num_young_rows -= num_rows
+            self._grow_up(old)
         return path
 
     def _owners(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int32], list[_Run]]:
