@@ -26,6 +26,7 @@ SEEN = {
     "the device is broken, KV cache is not copied any more": ONCE,
     "fault while looking ahead; this engine does so no more": ONCE,
     "fault while looking at a step; its prefill speed is not known": ONCE,
+    "fault while reading a request's keys; eviction learns less": ONCE,
     "fault while recording; requests are not recorded any more": ONCE,
     "drafter: %s": ONCE,
     "this engine does not tell its configuration": ONCE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -245,6 +246,29 @@ def test_the_trial_uses_no_more_than_half_and_leaves_nothing(tmp_path: Path) -> 
     assert speed.write_bytes_per_s > 0
     assert speed.read_bytes_per_s > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_would_move_the_bytes_is_tried_and_told(
+    examined: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads, or a process that was really started; a warning if it cannot be, with the reason."""
+
+    def look() -> tuple[str, str, list[dict[str, Any]]]:
+        tier = {"type": "disk", "path": str(tmp_path), "capacity": "8MiB", "mover_process": True}
+        words = ("--host", "32MiB", "--set", f"tiers={json.dumps([tier])}")
+        _, found, facts = examined(*words)
+        return *worst_of(found, "disk"), [f["facts"] for f in facts if "tested_bytes" in f["facts"]]
+
+    _, found, _ = examined("--host", "32MiB", "--disk", f"{tmp_path}:8MiB")
+    assert any(" by 4 threads, " in message for _, _, message in found)
+    _, _, facts = look()
+    assert [f["moved_elsewhere"] for f in facts] == [True]
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    severity, message, facts = look()
+    assert severity == "warning"
+    assert "no mover process (it cannot be started: " in message
+    assert "No such file" in message
+    assert [f["moved_elsewhere"] for f in facts] == [False]
 
 
 def test_the_trial_leaves_the_chunks_of_others_alone(examined: Any, tmp_path: Path) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 
 import pytest
-from tests.plan.traces import BLOCK, drive, sessions, study_of
+from tests.plan.traces import BLOCK, SHAPE, drive, sessions, study_of
 
 from undercroft.cli.flags import asked_for
 from undercroft.cli.main import build_parser
-from undercroft.plan.advice import Advice, advise, knee, net_a_month, serve_words
+from undercroft.cli.plan_text import advice_lines, studied
+from undercroft.plan.advice import Advice, advise, knee, net_a_month, serve_words, unfit
 from undercroft.plan.study import Levels
-from undercroft.plan.terms import Prices
+from undercroft.plan.terms import Drive, Prices
+from undercroft.traces import TraceBuilder
 
 GIB, TIB = 1 << 30, 1 << 40
 TRACE = sessions(40, 10)
@@ -47,7 +49,7 @@ def test_what_brings_more_than_it_costs_is_taken() -> None:
         for disk in DISKS
     ]
     assert advice.net_a_month == max(nets)
-    assert "costs" in advice.why
+    assert "what it costs by most" in advice.why
     dear = Prices(host=1e6, disk=1e6, engine=1e-9, years=5.0)
     assert advise(study, drive(), dear).levels.disk_bytes == 0
     assert advise(study, drive(), dear).levels.host_bytes == 32 * BLOCK  # holds the longest prompt
@@ -106,6 +108,63 @@ def test_a_disk_that_is_too_slow_to_take_it_is_not_advised() -> None:
     slow = advise(study, drive(write_bytes_per_s=0.5 * per_s), Prices())
     assert slow.levels.disk_bytes == 0
     assert "a second on average" in slow.complaint
+
+
+def test_a_disk_that_is_too_slow_to_be_read_is_not_advised() -> None:
+    """What comes from disk has to come through it: more host memory, or none of it."""
+    study = study_of(TRACE, HOSTS, DISKS)
+    prices = Prices(host=1e-6, disk=1e-9, engine=1e-1, years=5.0)
+    free = advise(study, drive(), prices).levels
+    assert free.read_bytes_per_s > 0
+    enough = Drive(2.01 * free.read_bytes_per_s, 1e12)
+    assert advise(study, enough, prices).levels == free
+    slow = Drive(1.99 * free.read_bytes_per_s, 1e12)
+    assert "gives at most (--disk-read)" in unfit(free, slow)
+    other = advise(study, slow, prices).levels
+    assert other != free
+    assert unfit(other, slow) == ""
+    assert other.read_bytes_per_s < free.read_bytes_per_s
+
+
+def test_what_was_not_asked_about_is_not_said_to_be_worth_little() -> None:
+    """At the end of the range: how much more there is at most, as unlimited room finds it."""
+    small = study_of(TRACE, HOSTS[:2], [0])
+    advice = advise(small, drive(), Prices())
+    assert advice.levels.host_bytes == HOSTS[1]
+    most = small.limit.token_hit_ratio - advice.levels.host_ratio
+    assert advice.not_asked == {"host": pytest.approx(most)}
+    assert most > 0.02
+    assert "only setting" in advice.why  # the other is smaller than the longest prompt
+    both = study_of(TRACE, HOSTS[:2], DISKS[:2])
+    assert advise(both, drive(), Prices()).not_asked.keys() <= {"host", "disk"}
+    assert "disk" in advise(both, drive(), Prices()).not_asked
+    large = study_of(TRACE, [*HOSTS, 8192 * BLOCK], [0])
+    assert advise(large, drive(), Prices()).not_asked == {}
+
+
+def test_where_nothing_comes_again_the_least_is_advised() -> None:
+    """And it is said that no size finds anything, with prices that no cache is worth them."""
+    builder = TraceBuilder("new", 16)
+    for number in range(60):
+        builder.add([f"{number}-{n}" for n in range(4)], time_ms=number * 1000)
+    study = study_of(builder.build(), HOSTS, DISKS)
+    advice = advise(study, drive(), Prices())
+    assert (advice.levels.host_bytes, advice.levels.disk_bytes) == (HOSTS[0], 0)
+    assert advice.not_asked == {}
+    assert "hardly anything comes again" in studied(study, SHAPE, "m")[-1]
+    prices = Prices(host=1e-3, disk=1e-5, engine=1e-4, years=5.0)
+    lines = advice_lines(advise(study, drive(), prices), drive(), prices)
+    assert lines[-1].endswith("more than it saves: by these prices no cache is worth it")
+
+
+def test_of_equals_the_smallest() -> None:
+    """Room beyond all that there is brings nothing."""
+    study = study_of(TRACE, HOSTS, DISKS)
+    size = 1 << (study.trace.num_blocks * BLOCK).bit_length()
+    equal = study_of(TRACE, [size, 2 * size, 4 * size], [0, 8 * size])
+    for prices in (Prices(), Prices(host=1e-9, disk=1e-9, engine=1.0)):
+        levels = advise(equal, drive(), prices).levels
+        assert (levels.host_bytes, levels.disk_bytes) == (size, 0)
 
 
 def advised(host: int, disk: int, budget: int | None = None) -> Advice:

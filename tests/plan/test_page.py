@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
+from PIL import Image
 from tests.cli.rig import ROOT
 
 from undercroft.cli.main import main
@@ -27,6 +29,30 @@ def test_the_first_command_prints_what_is_shown(
     _, _, printed = capsys.readouterr().out.partition("\n")
     assert printed.startswith(shown[1].rstrip())
     assert "What was assumed" in printed
+
+
+def test_the_readme_shows_what_its_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The advice, to the last digit; the page makes the pictures by the same words."""
+    readme = (ROOT / "README.md").read_text()
+    command = re.search(r"^```sh\n(undercroft plan .*?)^```", readme, re.MULTILINE | re.DOTALL)
+    assert command
+    assert command[0] in PAGE
+    shown = re.search(r"^```text\n(.*?)^```", readme[command.end() :], re.MULTILINE | re.DOTALL)
+    assert shown
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "300")
+    words = shlex.split(command[1].replace("\\\n", " "))
+    words[words.index("--out") + 1] = str(tmp_path)
+    assert main(words[1:]) == 0
+    assert f"\nRecommended\n{shown[1]}" in capsys.readouterr().out
+    for name in ("hits", "levels"):
+        kept = ROOT / "docs" / "how-to" / "images" / f"plan-{name}.png"
+        assert kept.stat().st_size < 100_000
+        with Image.open(kept) as old, Image.open(tmp_path / f"{name}.png") as new:
+            assert old.size == new.size
+    assert "docs/how-to/images/plan-hits.png" in readme
 
 
 def test_the_pictures_are_there() -> None:

@@ -13,7 +13,7 @@ from undercroft.errors import ConfigError
 from undercroft.plan import pictures as module
 from undercroft.plan.advice import advise
 from undercroft.plan.page import Page, write_page
-from undercroft.plan.pictures import Told, check_installed, draw
+from undercroft.plan.pictures import SHOWN, Told, check_installed, draw
 from undercroft.plan.terms import Prices
 
 HOSTS = [8 * BLOCK, 32 * BLOCK, 128 * BLOCK]
@@ -37,7 +37,7 @@ def test_each_picture_in_each_format(tmp_path: Path) -> None:
     assert list(files) == ["hits", "levels", "writes", "money"]
     for png, svg in files.values():
         assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-        assert 10_000 < png.stat().st_size < 300_000
+        assert 5_000 < png.stat().st_size < 60_000
         ET.parse(svg)
     assert sorted(tmp_path.iterdir()) == sorted(f for pair in files.values() for f in pair)
     shown = texts(files["hits"][1])
@@ -45,6 +45,32 @@ def test_each_picture_in_each_format(tmp_path: Path) -> None:
         assert words in shown
     assert "1.2x rated" in texts(files["writes"][1]) or "x rated" in texts(files["writes"][1])
     assert "no disk" in texts(files["levels"][1])
+
+
+def test_settings_that_would_not_do_are_hatched(tmp_path: Path) -> None:
+    """And the key says so; where all would do, there is none."""
+    disks = [0, 128 * BLOCK, 512 * BLOCK]
+    worn = draw(told(disks, endurance="0.01DWPD"), tmp_path)
+    assert "framed: the advice; hatched: disk too slow or worn out" in texts(worn["levels"][1])
+    assert "<pattern" in worn["levels"][1].read_text()
+    assert "hatched: too much" in texts(worn["writes"][1])
+    fine = draw(told(disks, endurance="100000DWPD"), tmp_path)
+    assert "hatched: disk" not in texts(fine["levels"][1])
+    assert "<pattern" not in fine["levels"][1].read_text()
+
+
+def test_every_picture_is_described(tmp_path: Path) -> None:
+    """In words for those who do not see it."""
+    assert set(draw(told([0, 512 * BLOCK]), tmp_path)) == set(SHOWN)
+
+
+def test_one_size_alone_is_seen(tmp_path: Path) -> None:
+    """A line of one point would show nothing of the optimum."""
+    study = study_of(sessions(40, 10), [32 * BLOCK], [0])
+    disk = drive()
+    one = Told(study, advise(study, disk, Prices()), disk, Prices(), "m")
+    svg = draw(one, tmp_path)["hits"][1].read_text()
+    assert svg.count("#009e73") >= 4  # the diamond of the optimum, here and in the legend
 
 
 def test_only_what_there_is_something_to_show_of(tmp_path: Path) -> None:
@@ -81,7 +107,7 @@ def test_a_page_needs_nothing_else(tmp_path: Path) -> None:
         under="& more",
         advice=["take <this>"],
         command="serve '<m>'",
-        pictures={name: pair[1] for name, pair in files.items()},
+        pictures={name: (pair[1], f"{name}: <what> it shows") for name, pair in files.items()},
         tables=[("HEAD", ["A", "B"], [["1", "<2>"]])],
         notes=["a note"],
     )
@@ -89,6 +115,8 @@ def test_a_page_needs_nothing_else(tmp_path: Path) -> None:
     text = (tmp_path / "plan.html").read_text()
     for words in ("a &lt;b&gt;trace", "&amp; more", "take &lt;this&gt;", "&lt;2&gt;", "a note"):
         assert words in text
+    for name in files:
+        assert f'<figure role="img" aria-label="{name}: &lt;what&gt; it shows"><svg' in text
     assert text.count("<svg") == text.count("</svg>") == len(files)
     ids = re.findall(r'\bid="([^"]+)"', text)
     assert len(ids) == len(set(ids)) > 50

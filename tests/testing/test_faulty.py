@@ -23,7 +23,7 @@ from undercroft.settings import load
 from undercroft.testing.fault_control import FaultControl
 from undercroft.testing.fault_plan import Fault, Plan
 from undercroft.testing.tier_suite import chunk_of, key_of
-from undercroft.tiers.base import Bounded, Epochal, Following, Indexed
+from undercroft.tiers.base import Bounded, Epochal, Following, Indexed, SharedMemory
 
 N = 64 << 10
 A, B = key_of("a"), key_of("b")
@@ -44,12 +44,13 @@ class Rig:
         (self.settings,) = load({"host": "1MiB", "tiers": [entry]}, environ={}).tiers
         self.tier: Any = None
 
-    def open(self) -> Any:
+    def open(self, memory: SharedMemory | None = None) -> Any:
         self.tier = make_tier(
             self.settings,
             namespace=Namespace({"model": "m"}),
             clock=SystemClock(),
             num_replicas=1,
+            memory=memory,
         )
         return self.tier
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import secrets
 import shutil
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import cast
 
 from undercroft.cli.findings import Finding, error, fine, note, warning
@@ -19,6 +21,7 @@ from undercroft.engines.assemble import held_bytes, make_tier
 from undercroft.errors import KvError, TierFull
 from undercroft.keys import ChunkKey, Namespace
 from undercroft.settings import TierSettings, format_bytes, with_capacity
+from undercroft.tiers.base import SharedMemory
 from undercroft.tiers.disk import DiskTier
 from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.root import ROOT_NAME, Root
@@ -31,6 +34,7 @@ _MAX_CHUNKS = 64
 _MIN_CHUNKS = 2
 _SLACK_BYTES = 4 << 20
 _NUM_THREADS = 4
+_START_S = 10.0
 _MEMORY_KINDS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _SHARED_KINDS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "glusterfs", "fuse.glusterfs", "beegfs", "9p"}
@@ -61,12 +65,19 @@ class Speed:
         write_bytes_per_s: With the tier's threads, made durable at the end.
         read_bytes_per_s: Verified; from the page cache unless `is_direct`.
         is_direct: Whether the file system takes direct reads and writes.
+        num_threads: Of the tier.
+        is_moved_elsewhere: Whether these were of a process of the tier's own, as they would be for
+            an engine.
+        moved_by: What became of such a process, in words; empty if none was asked for.
     """
 
     num_bytes: int
     write_bytes_per_s: float
     read_bytes_per_s: float
     is_direct: bool
+    num_threads: int
+    is_moved_elsewhere: bool
+    moved_by: str
 
 
 def mount_of(place: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount | None:
@@ -118,7 +129,7 @@ def check_disk(tier: TierSettings, clock: Clock) -> Iterator[Finding]:
     if said:
         yield note(_CHECK, said)
     yield from _check_room(resolved, place, held)
-    yield _check_by_trial(resolved, path, place, clock)
+    yield from _check_by_trial(resolved, path, place, clock)
 
 
 def _check_place(path: Path, place: Path, mount: Mount | None) -> Iterator[Finding]:
@@ -184,28 +195,40 @@ def _check_room(tier: TierSettings, place: Path, held: int) -> Iterator[Finding]
         yield fine(_CHECK, words, **facts)
 
 
-def _check_by_trial(tier: TierSettings, path: Path, place: Path, clock: Clock) -> Finding:
+def _check_by_trial(tier: TierSettings, path: Path, place: Path, clock: Clock) -> Iterator[Finding]:
     try:
         speed = try_out(tier, place, clock)
     except TierFull as exc:
-        return warning(_CHECK, f"{path} has no room for a trial now: {exc}")
+        yield warning(_CHECK, f"{path} has no room for a trial now: {exc}")
+        return
     except (KvError, OSError) as exc:
         if (path / ROOT_NAME).is_dir():
-            return warning(
+            yield warning(
                 _CHECK, f"nothing new can be stored in {path}, what is there may be read: {exc}"
             )
-        return error(_CHECK, f"{path} cannot be used: {exc}", path=str(path))
+        else:
+            yield error(_CHECK, f"{path} cannot be used: {exc}", path=str(path))
+        return
     way = "direct" if speed.is_direct else "through the page cache"
-    return fine(
+    by = speed.moved_by if speed.is_moved_elsewhere else f"{speed.num_threads} threads"
+    yield fine(
         _CHECK,
-        f"wrote and read back {format_bytes(speed.num_bytes)}, {way}: "
+        f"wrote and read back {format_bytes(speed.num_bytes)} by {by}, {way}: "
         f"{speed.write_bytes_per_s / 1e9:.2f} GB/s written, "
         f"{speed.read_bytes_per_s / 1e9:.2f} GB/s read and verified",
         tested_bytes=speed.num_bytes,
         write_bytes_per_s=int(speed.write_bytes_per_s),
         read_bytes_per_s=int(speed.read_bytes_per_s),
         direct=speed.is_direct,
+        moved_elsewhere=speed.is_moved_elsewhere,
     )
+    if speed.moved_by and not speed.is_moved_elsewhere:
+        yield warning(
+            _CHECK,
+            f"threads of the engine's would move the bytes of {tier.name}, which slows steps: "
+            f"{speed.moved_by}; let programs be started where the engine runs, or set "
+            f"mover_process to false",
+        )
 
 
 def try_out(tier: TierSettings, place: Path, clock: Clock) -> Speed:
@@ -222,27 +245,43 @@ def try_out(tier: TierSettings, place: Path, clock: Clock) -> Speed:
     """
     room = max(tier.capacity_bytes or 0, _CHUNK_BYTES) // 2 // _CHUNK_BYTES
     keys = [ChunkKey(n.to_bytes(8, "big")) for n in range(max(_MIN_CHUNKS, min(_MAX_CHUNKS, room)))]
-    payload = memoryview(secrets.token_bytes(_CHUNK_BYTES))
     num_bytes = len(keys) * _CHUNK_BYTES
     num_threads = int(tier.options.get("num_threads", _NUM_THREADS))
-    with _folder(place) as folder, ThreadPoolExecutor(num_threads) as threads:
+    with (
+        _folder(place) as folder,
+        ThreadPoolExecutor(num_threads) as threads,
+        _level_0((1 + num_threads) * _CHUNK_BYTES) as memory,
+    ):
+        payload, *buffers = _cut(memory.buffer)
+        payload[:] = secrets.token_bytes(_CHUNK_BYTES)
+        idle: SimpleQueue[memoryview] = SimpleQueue()
+        for buffer in buffers:
+            idle.put(buffer)
         options = {**tier.options, "path": str(folder)}
         settings = replace(
             tier, capacity_bytes=2 * num_bytes + _SLACK_BYTES, options=options, faults=None
         )
         opened = cast(
             DiskTier,
-            make_tier(settings, namespace=_trial_namespace(), clock=clock, num_replicas=1),
+            make_tier(
+                settings,
+                namespace=_trial_namespace(),
+                clock=clock,
+                num_replicas=1,
+                memory=memory,
+            ),
         )
         try:
+            is_moved_elsewhere = opened.await_mover(_START_S)
             opened.write_from(keys[0], payload)  # the segment is made now, not while it is timed
             started_s = clock.now_s()
             list(threads.map(lambda key: opened.write_from(key, payload), keys[1:]))
             opened.flush()
             written_s = clock.now_s()
-            list(threads.map(lambda key: _read_back(opened, key, payload), keys))
+            list(threads.map(lambda key: _read_back(opened, key, payload, idle), keys))
             read_s = clock.now_s()
             is_direct = bool(opened.stats()["direct"])
+            moved_by = opened.moved_by()
         finally:
             opened.close()
     return Speed(
@@ -250,6 +289,9 @@ def try_out(tier: TierSettings, place: Path, clock: Clock) -> Speed:
         write_bytes_per_s=(num_bytes - _CHUNK_BYTES) / max(written_s - started_s, 1e-9),
         read_bytes_per_s=num_bytes / max(read_s - written_s, 1e-9),
         is_direct=is_direct,
+        num_threads=num_threads,
+        is_moved_elsewhere=is_moved_elsewhere and opened.mover_deaths() == 0,
+        moved_by=moved_by,
     )
 
 
@@ -257,12 +299,33 @@ def _trial_namespace() -> Namespace:
     return Namespace({"trial": secrets.token_hex(16)})
 
 
-def _read_back(tier: DiskTier, key: ChunkKey, expected: memoryview) -> None:
-    buffer = memoryview(bytearray(len(expected)))
-    if not tier.read_into(key, buffer):
-        raise TierFull(f"a chunk that was just written to {tier.name} is gone", tier=tier.name)
-    if buffer != expected:
-        raise KvError(f"{tier.name} gave back other bytes than were written", tier=tier.name)
+def _read_back(
+    tier: DiskTier, key: ChunkKey, expected: memoryview, idle: SimpleQueue[memoryview]
+) -> None:
+    buffer = idle.get()
+    try:
+        buffer[:] = bytes(len(buffer))
+        if not tier.read_into(key, buffer):
+            raise TierFull(f"a chunk that was just written to {tier.name} is gone", tier=tier.name)
+        if buffer != expected:
+            raise KvError(f"{tier.name} gave back other bytes than were written", tier=tier.name)
+    finally:
+        idle.put(buffer)
+
+
+@contextmanager
+def _level_0(num_bytes: int) -> Iterator[SharedMemory]:
+    """Host memory as an engine has it: in a file, so that a mover process can map it."""
+    fd = os.memfd_create("undercroft-trial")
+    try:
+        os.ftruncate(fd, num_bytes)
+        yield SharedMemory(fd, 0, memoryview(mmap.mmap(fd, num_bytes)))
+    finally:
+        os.close(fd)
+
+
+def _cut(buffer: memoryview) -> list[memoryview]:
+    return [buffer[at : at + _CHUNK_BYTES] for at in range(0, len(buffer), _CHUNK_BYTES)]
 
 
 @contextmanager

@@ -25,11 +25,11 @@ from undercroft.errors import ConfigError
 from undercroft.plan.advice import Advice, advise, net_a_month, serve_words
 from undercroft.plan.kinds import Kind
 from undercroft.plan.page import Page, write_page
-from undercroft.plan.pictures import Told, check_installed, draw
+from undercroft.plan.pictures import SHOWN, Told, check_installed, draw
 from undercroft.plan.shape import Layers, Shape, read_config, shape_of
 from undercroft.plan.study import Study, block_bytes, check, replay
 from undercroft.plan.terms import Drive, Prices, parse_endurance, parse_prices, parse_sizes
-from undercroft.settings import parse_size
+from undercroft.settings import format_bytes, parse_size
 from undercroft.settings.schema import KEYS
 from undercroft.sim import Report, check_policy, hit_curve
 from undercroft.traces import Trace
@@ -240,7 +240,8 @@ def _drive(args: argparse.Namespace) -> Drive:
 def _name(args: argparse.Namespace) -> str:
     """Of the model, for people."""
     if args.model is None:
-        return f"a model of {args.bytes_per_token} a token"
+        each = parse_size(args.bytes_per_token, "--bytes-per-token")
+        return f"a model of {format_bytes(each)} a token"
     path = Path(args.model)
     if not path.exists():
         return str(args.model)
@@ -317,7 +318,7 @@ def _show(output: Output, study: Study, asked: _Asked, advice: Advice, said: _Wo
     say(output, f"  {output.paint(said[1], 'green')}")
     say(output)
     say(output, output.paint("What was assumed", "bold"))
-    for line in assumptions(study, asked.prices):
+    for line in assumptions(study, asked.prices, has_ends=bool(asked.shape.tail_bytes(1))):
         say(output, f"  {line}")
 
 
@@ -340,9 +341,9 @@ def _draw(folder: Path, study: Study, asked: _Asked, advice: Advice, said: _Word
         under=f"{first}; {'; '.join(rest)}",
         advice=said[0],
         command=said[1],
-        pictures={name: files[1] for name, files in pictures.items()},
+        pictures={name: (files[1], SHOWN[name]) for name, files in pictures.items()},
         tables=_tables(study, asked, advice),
-        notes=assumptions(study, asked.prices),
+        notes=assumptions(study, asked.prices, has_ends=bool(asked.shape.tail_bytes(1))),
     )
     write_page(page, file)
     return [file, *(drawn for files in pictures.values() for drawn in files)]
@@ -388,6 +389,7 @@ def _as_data(path: str, study: Study, asked: _Asked, advice: Advice) -> dict[str
             "write_budget_bytes": advice.budget_bytes,
             "better": asdict(advice.better) if advice.better else None,
             "complaint": advice.complaint,
+            "not_asked": advice.not_asked,
             "net_a_month": advice.net_a_month,
         },
     }

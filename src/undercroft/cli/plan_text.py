@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from undercroft.plan.advice import Advice, net_a_month
+from undercroft.plan.advice import ENOUGH_RATIO, Advice, net_a_month, unfit
 from undercroft.plan.shape import Shape
 from undercroft.plan.study import Levels, Study
 from undercroft.plan.terms import Drive, Prices
@@ -14,6 +14,7 @@ from undercroft.sim import Report
 __all__ = ["Table", "advice_lines", "assumptions", "checked", "disk_table", "host_table", "studied"]
 
 _HOUR_S, _DAY_S = 3600.0, 86400.0
+_NAMES = {"host": "more host memory", "disk": "a larger disk"}
 Table = tuple[str, list[str], list[list[str]]]
 """Heading, titles of columns, rows."""
 
@@ -23,12 +24,17 @@ def studied(study: Study, shape: Shape, model: str) -> list[str]:
     trace = study.trace
     hours = float(trace.times_ms[-1] - trace.times_ms[0]) / 1e3 / _HOUR_S
     each = format_bytes(round(study.block_bytes / trace.block_tokens))
+    limit = study.limit.token_hit_ratio
+    seldom = [
+        f"hardly anything comes again: no cache, however large, finds {100 * ENOUGH_RATIO:.0f} %"
+    ]
     return [
         f"{trace.name}: {trace.num_requests:,} requests in {hours:.1f} hours, "
         f"{study.limit.num_tokens / 1e6:,.0f} million prompt tokens",
         f"{model}: {shape.text}, {shape.dtype}: {each} a token" if shape.dtype else model,
         f"all of it kept takes {format_bytes(int(study.all_bytes))}, and finds "
-        f"{_percent(study.limit.token_hit_ratio)} of the tokens",
+        f"{_percent(limit)} of the tokens",
+        *(seldom if limit < ENOUGH_RATIO else []),
     ]
 
 
@@ -110,16 +116,27 @@ def advice_lines(advice: Advice, drive: Drive, prices: Prices) -> list[str]:
     )
     lines.append(
         f"it finds {_percent(levels.ratio)} of the prompt tokens{where}, the optimum "
-        f"{_percent(levels.optimum_ratio)}; it saves {levels.saved_s:.2f} engine seconds a second"
+        f"{_percent(levels.optimum_ratio)}; that saves the prefill of {levels.saved_s:.2f} engines"
     )
     if levels.disk_bytes:
         lines.append(_moves(advice, drive))
     if advice.better is not None and advice.complaint:
         lines.append(_better(advice.better, advice.complaint))
+    lines += [
+        f"{_NAMES[level]} was not asked about (--{level}), and could bring up to "
+        f"{100 * ratio:.1f} points more"
+        for level, ratio in advice.not_asked.items()
+    ]
     if advice.net_a_month is not None:
-        cost = prices.cost_a_month(levels.host_bytes, levels.disk_bytes)
-        lines.append(f"it costs {cost:,.0f} a month, and saves {advice.net_a_month:,.0f} more")
+        lines.append(_net(levels, prices, advice.net_a_month))
     return lines
+
+
+def _net(levels: Levels, prices: Prices, net: float) -> str:
+    cost = f"it costs {prices.cost_a_month(levels.host_bytes, levels.disk_bytes):,.0f} a month"
+    if net < 0:
+        return f"{cost}, {-net:,.0f} more than it saves: by these prices no cache is worth it"
+    return f"{cost}, and saves {net:,.0f} more than that"
 
 
 def _moves(advice: Advice, drive: Drive) -> str:
@@ -128,19 +145,18 @@ def _moves(advice: Advice, drive: Drive) -> str:
         f"the disk is written {format_bytes(int(levels.written_bytes))} a day, and read "
         f"{format_bytes(int(levels.read_bytes_per_s))} a second on average"
     )
-    complaint = drive.complaint(levels.disk_bytes, levels.written_bytes)
-    if complaint:
-        return f"{line}; it would {complaint}, so that it finds less than that"
+    if why := unfit(levels, drive):
+        return f"{line}; it would {why}, so that it finds less than that"
     if drive.endurance is not None and advice.wear is not None:
         line += f"; the writes are {_percent(advice.wear)} of what {drive.endurance.text} allows"
     return line
 
 
-def _better(levels: Levels, complaint: str) -> str:
+def _better(levels: Levels, why: str) -> str:
     return (
-        f"{format_bytes(levels.disk_bytes)} of disk would find {_percent(levels.ratio)}, but "
-        f"{complaint}: take better drives or more of them, or an admission that stores what comes "
-        "again"
+        f"{format_bytes(levels.host_bytes)} above {format_bytes(levels.disk_bytes)} of disk would "
+        f"find {_percent(levels.ratio)}, but {why}: take better drives or more of them; an "
+        "admission that stores what comes again saves writes"
     )
 
 
@@ -157,8 +173,14 @@ def checked(report: Report, study: Study) -> str:
     return line + (f"; {declined:,} times it was too slow to take a chunk" if declined else "")
 
 
-def assumptions(study: Study, prices: Prices) -> list[str]:
-    """What the numbers rest on."""
+def assumptions(study: Study, prices: Prices, *, has_ends: bool) -> list[str]:
+    """What the numbers rest on.
+
+    Args:
+        study: The trace.
+        prices: What is known of them.
+        has_ends: Whether the model keeps windows or states.
+    """
     lines = [
         f"an engine computes {study.prefill_tokens_per_s:,.0f} prompt tokens a second "
         "(--prefill-tokens-per-s); what a hit itself costs is not subtracted",
@@ -167,8 +189,11 @@ def assumptions(study: Study, prices: Prices) -> list[str]:
         "one finds alone",
         f"a token from disk saves {_percent(study.disk_worth)} of the time that computing it takes "
         "(--disk-read); it counts for that much where sizes are weighed",
-        "each prompt of which something is new leaves its windows and states at its end",
+        f"host memory is no smaller than the longest prompt, {format_bytes(study.longest_bytes)}, "
+        "as long as such sizes are asked about: a disk is read through it",
     ]
+    if has_ends:
+        lines.append("each prompt that brings something new leaves a window and a state at its end")
     lines.append(
         f"the trace lasts {study.seconds / _HOUR_S:.1f} hours at the pace of the middle nine "
         "tenths of its requests"

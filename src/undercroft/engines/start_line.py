@@ -8,7 +8,7 @@ from undercroft.engines.assemble import Geometry, tokens_that_fit
 from undercroft.hierarchy.hierarchy import Hierarchy
 from undercroft.hierarchy.level import Level
 from undercroft.settings import Settings, TierSettings, format_bytes
-from undercroft.tiers.base import Batched, Bounded, Described
+from undercroft.tiers.base import Bounded, Described
 
 __all__ = ["start_line"]
 
@@ -40,7 +40,6 @@ def _decided(settings: TierSettings, geometry: Geometry, level: Level) -> Iterat
     yield settings.policy
     if settings.admission != "always":
         yield f"admission {settings.admission}"
-    if not (isinstance(level.tier, Batched) and level.tier.batch_bytes):  # else it tells of others
-        yield f"{level.transfers.num_threads} threads"
+    yield f"{level.transfers.num_threads} threads"
     if isinstance(level.tier, Described):
         yield level.tier.describe()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log2
 
@@ -11,7 +11,15 @@ from undercroft.plan.study import Levels, Study
 from undercroft.plan.terms import BUDGET_SHARE, Drive, Prices
 from undercroft.settings import format_bytes
 
-__all__ = ["ENOUGH_RATIO", "Advice", "advise", "knee", "net_a_month", "serve_words"]
+__all__ = [
+    "ENOUGH_RATIO",
+    "Advice",
+    "advise",
+    "knee",
+    "net_a_month",
+    "serve_words",
+    "unfit",
+]
 
 ENOUGH_RATIO = 0.02
 """A doubling that adds less than this to the share of tokens found is not worth much."""
@@ -32,6 +40,8 @@ class Advice:
         net_a_month: What it saves beyond what it costs; None without all prices.
         better: What would be recommended of any disk.
         complaint: Why that would not do, in words that follow "would".
+        not_asked: `host` and `disk`, where the largest size asked about is recommended: how much
+            more of the tokens a larger one could find at most. Left out where it is little.
     """
 
     levels: Levels
@@ -41,6 +51,7 @@ class Advice:
     net_a_month: float | None = None
     better: Levels | None = None
     complaint: str = ""
+    not_asked: dict[str, float] = field(default_factory=dict)
 
 
 def knee(points: Sequence[tuple[float, float]], enough: float = ENOUGH_RATIO) -> int:
@@ -57,6 +68,11 @@ def knee(points: Sequence[tuple[float, float]], enough: float = ENOUGH_RATIO) ->
     return found
 
 
+def unfit(levels: Levels, drive: Drive) -> str:
+    """Why the disk of such a setting would not do, in words that follow "would"; or nothing."""
+    return drive.complaint(levels.disk_bytes, levels.written_bytes, levels.read_bytes_per_s)
+
+
 def advise(study: Study, drive: Drive, prices: Prices) -> Advice:
     """The setting to take, of those in the study.
 
@@ -64,11 +80,9 @@ def advise(study: Study, drive: Drive, prices: Prices) -> Advice:
     that last and are quick enough: as long as there are such.
     """
     hosts = [size for size in study.hosts if size >= study.longest_bytes] or [study.hosts[-1]]
-    # What is written to a disk does not depend on the host memory above it.
-    written = {size: study.levels(hosts[0], size).written_bytes for size in study.disks}
-    fit = [size for size in study.disks if not (size and drive.complaint(size, written[size]))]
-    best, why = _best(study, hosts, fit or list(study.disks), prices)
-    better, _ = _best(study, hosts, list(study.disks), prices)
+    every = [study.levels(host, disk) for host in hosts for disk in study.disks]
+    best, why = _best(study, [each for each in every if not unfit(each, drive)] or every, prices)
+    better, _ = _best(study, every, prices)
     is_better = better.ratio - best.ratio >= ENOUGH_RATIO
     budget = None
     if drive.endurance is not None and best.disk_bytes:
@@ -80,26 +94,44 @@ def advise(study: Study, drive: Drive, prices: Prices) -> Advice:
         budget_bytes=budget,
         net_a_month=net_a_month(best, prices) if prices.are_complete else None,
         better=better if is_better else None,
-        complaint=drive.complaint(better.disk_bytes, better.written_bytes) if is_better else "",
+        complaint=unfit(better, drive) if is_better else "",
+        not_asked=_not_asked(study, best),
     )
 
 
-def _best(
-    study: Study, hosts: Sequence[int], disks: Sequence[int], prices: Prices
-) -> tuple[Levels, str]:
-    every = [study.levels(host, disk) for host in hosts for disk in disks]
+def _best(study: Study, every: Sequence[Levels], prices: Prices) -> tuple[Levels, str]:
+    if len(every) == 1:
+        return every[0], "the only setting of those asked about that would do"
     if prices.are_complete:
+        # Of equals the first, which has the least host memory, and then the smallest disk.
         best = max(every, key=lambda levels: net_a_month(levels, prices))
-        return best, "what it saves exceeds what it costs by most"
+        return best, "of these sizes, what it saves exceeds what it costs by most"
     bought = prices if None not in (prices.host, prices.disk) else _USUAL
     frontier: list[tuple[float, float, Levels]] = []
     for levels in sorted(every, key=lambda each: _cost(each, bought)):
-        value = levels.host_ratio + study.disk_worth * levels.disk_ratio
+        value = _value(study, levels)
         if not frontier or value > frontier[-1][1]:
             frontier.append((_cost(levels, bought), value, levels))
     index = knee([(cost, value) for cost, value, _ in frontier])
-    why = f"spending twice as much would bring less than {100 * ENOUGH_RATIO:.0f} % more"
+    points = f"{100 * ENOUGH_RATIO:.0f} points"
+    why = f"of these sizes, paying up to twice as much finds less than {points} more"
     return frontier[index][2], why
+
+
+def _value(study: Study, levels: Levels) -> float:
+    """What a setting finds, a token from disk counted for what it saves."""
+    return levels.host_ratio + study.disk_worth * levels.disk_ratio
+
+
+def _not_asked(study: Study, best: Levels) -> dict[str, float]:
+    """What sizes beyond those asked about could bring at most, where that may be worth it."""
+    limit = study.limit.token_hit_ratio
+    most = {}
+    if best.host_bytes == study.hosts[-1]:
+        most["host"] = limit - _value(study, best)
+    if best.disk_bytes and best.disk_bytes == study.disks[-1]:
+        most["disk"] = limit - best.ratio
+    return {level: ratio for level, ratio in most.items() if ratio >= ENOUGH_RATIO}
 
 
 def _cost(levels: Levels, prices: Prices) -> float:

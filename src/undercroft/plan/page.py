@@ -44,7 +44,8 @@ class Page:
         under: A line below the title.
         advice: Lines about what is recommended.
         command: What does it.
-        pictures: SVG files by name; they are put into the page.
+        pictures: SVG files by name, each with what it shows, for those who do not see it; they are
+            put into the page.
         tables: Heading, titles of columns, rows.
         notes: What was assumed and left out.
     """
@@ -53,7 +54,7 @@ class Page:
     under: str
     advice: Sequence[str]
     command: str
-    pictures: Mapping[str, Path]
+    pictures: Mapping[str, tuple[Path, str]]
     tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]]
     notes: Sequence[str]
 
@@ -69,10 +70,13 @@ def write_page(page: Page, file: Path) -> None:
     lines = "".join(f"<li>{escape(line)}</li>" for line in page.advice)
     parts.append(f"<section><h2>Recommended</h2><ul>{lines}</ul><br>")
     parts.append(f"<pre>{escape(page.command)}</pre></section>\n")
-    parts += [f"<figure>{_inline(svg, name)}</figure>\n" for name, svg in page.pictures.items()]
+    parts += [
+        f'<figure role="img" aria-label="{escape(shown)}">{_inline(svg, name)}</figure>\n'
+        for name, (svg, shown) in page.pictures.items()
+    ]
     for heading, titles, rows in page.tables:
         parts.append(f"<section><h2>{escape(heading)}</h2><table><tr>")
-        parts += [f"<th>{escape(each)}</th>" for each in titles]
+        parts += [f'<th scope="col">{escape(each)}</th>' for each in titles]
         parts.append("</tr>")
         for row in rows:
             cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)

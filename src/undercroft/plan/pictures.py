@@ -5,25 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from io import BytesIO
 from math import log2
 from pathlib import Path
 from typing import Any
 
 from undercroft.errors import ConfigError
-from undercroft.plan.advice import Advice, net_a_month
+from undercroft.plan.advice import Advice, net_a_month, unfit
 from undercroft.plan.study import Levels, Study
-from undercroft.plan.terms import Drive, Prices
+from undercroft.plan.terms import BUDGET_SHARE, Drive, Prices
 from undercroft.settings import format_bytes
 
-__all__ = ["FORMATS", "Told", "check_installed", "draw"]
+__all__ = ["FORMATS", "SHOWN", "Told", "check_installed", "draw"]
 
 
 FORMATS = ("png", "svg")
+SHOWN: Mapping[str, str] = {
+    "hits": "Curves: which share of the prompt tokens is found, by the size of one level, for each "
+    "policy and for the optimum; the advised sizes are marked",
+    "levels": "A grid: which share of the prompt tokens is found, for each size of host memory and "
+    "of a disk",
+    "writes": "Bars: what a disk of each size is written a day, and what it is rated for",
+    "money": "A grid: what is saved a month beyond the cost, for each size of host memory and of a "
+    "disk",
+}
+"""What each picture shows, in words; its numbers are in the tables."""
 
 _INK, _MUTED, _FAINT, _PAPER = "#1f2933", "#6b7785", "#e4e7eb", "#ffffff"
-_HOST, _DISK, _BEST, _REST = "#2f6f8f", "#d98e32", "#0b9e78", "#b8c0cc"
-_MOST_LEVEL_TICKS = 9
-_OTHERS = ("#8a6fb0", "#b5566f", "#5b8a3a", "#7a7a7a")
+_HOST, _DISK, _BEST, _REST = "#0072b2", "#c95a00", "#009e73", "#9aa5b1"
+"""After Okabe and Ito: told apart by those who see fewer colours; dashes and widths differ, too."""
+_OTHERS = (("#a64d8c", "--"), ("#56a3d4", "-."), ("#7a7a7a", ":"), ("#8c6d00", (0, (1, 1))))
+_WORN = "#f3dcc6"
+_UNFIT_HATCH = "////"
+_TIB = float(1 << 40)
+_MOST_LEVEL_TICKS = 12
+_NUM_COLOURS = 128
 _STYLE: Mapping[str, Any] = {
     "font.size": 10,
     "text.color": _INK,
@@ -111,12 +127,24 @@ def draw(told: Told, folder: Path) -> dict[str, list[Path]]:
                 figure.tight_layout()
                 files[name] = [folder / f"{name}.{format_}" for format_ in FORMATS]
                 for file in files[name]:
-                    # No date in them: the same study gives the same bytes.
-                    known = {"Date": None} if file.suffix == ".svg" else {"Software": None}
-                    figure.savefig(file, metadata=known)
+                    _save(figure, file)
             finally:
                 plt.close(figure)
     return files
+
+
+def _save(figure: Any, file: Path) -> None:  # noqa: ANN401 - matplotlib's
+    """Without a date: the same study gives the same bytes. A palette: PNGs a third as large."""
+    if file.suffix == ".svg":
+        figure.savefig(file, metadata={"Date": None})
+        return
+    from PIL import Image  # noqa: PLC0415 - comes with matplotlib
+
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", metadata={"Software": None})
+    with Image.open(drawn) as picture:
+        colours = picture.convert("RGB").quantize(_NUM_COLOURS, dither=Image.Dither.NONE)
+        colours.save(file, optimize=True)
 
 
 def _subtitle(axes: Any, text: str) -> None:  # noqa: ANN401 - matplotlib's
@@ -149,21 +177,28 @@ def _hits(axes: Any, told: Told) -> None:  # noqa: ANN401 - as above
     axes.annotate(
         f"all of it kept, {format_bytes(int(study.all_bytes))}: {limit:.0f} %",
         (at[0], limit), xytext=(0, 5), textcoords="offset points", color=_MUTED, fontsize=9,
+        bbox={"facecolor": _PAPER, "edgecolor": "none", "pad": 1.5},
     )  # fmt: skip
     axes.fill_between(at, ours, best, color=_BEST, alpha=0.10, linewidth=0)
-    axes.plot(at, best, color=_BEST, linewidth=1.6, label="optimum, which knows the future")
-    for colour, curve in zip(_OTHERS, study.policies[1:], strict=False):
+    dot = "D" if len(sizes) == 1 else ""  # a line of one point shows nothing
+    future = "optimum, which knows the future"
+    axes.plot(at, best, color=_BEST, linewidth=1.6, marker=dot, label=future)
+    for (colour, dashes), curve in zip(_OTHERS, study.policies[1:], strict=False):
         ratios = [100 * curve.ratio(size) for size in sizes]
-        axes.plot(at, ratios, color=colour, linewidth=1.4, label=curve.policy)
+        line = {"color": colour, "linestyle": dashes, "linewidth": 1.6, "marker": dot}
+        axes.plot(at, ratios, label=curve.policy, **line)
     axes.plot(at, ours, color=_HOST, linewidth=2.6, marker="o", markersize=4.5, label=chosen.policy)
     axes.set_ylim(0, max(limit * 1.12, 5))
     _mark_advice(axes, told)
     _sizes_below(axes, sizes)
+    axes.set_xlabel("size of host memory, or of a disk")
     axes.set_ylabel("prompt tokens found, %")
     axes.grid(axis="y")
     axes.set_title("How much of the prompts is found again")
-    _subtitle(axes, f"{study.trace.name} on {told.model}, by size of the cache")
-    axes.legend(loc="upper left", bbox_to_anchor=(0.02, 0.84), frameon=False, fontsize=9.5)
+    _subtitle(axes, f"{study.trace.name}; {told.model}")
+    axes.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=6, frameon=False, fontsize=9.5
+    )
 
 
 def _mark_advice(axes: Any, told: Told) -> None:  # noqa: ANN401 - as above
@@ -222,14 +257,20 @@ def _grid(
                 fontweight="bold",
             )  # fmt: skip
             axes.text(x, y - 0.2, rest, ha="center", va="center", color=colour, fontsize=8.5)
+            if unfit(levels, told.drive):
+                axes.add_patch(_hatched(x, y, colour))
             if levels == told.advice.levels:
                 axes.add_patch(_frame(x, y))
+    for place in range(1, len(study.disks)):
+        axes.axvline(place - 0.5, color=_PAPER, linewidth=1.5)
+    for place in range(1, len(study.hosts)):
+        axes.axhline(place - 0.5, color=_PAPER, linewidth=1.5)
     axes.set_xticks(
         range(len(study.disks)), [format_bytes(d) if d else "no disk" for d in study.disks]
     )
     axes.set_yticks(range(len(study.hosts)), [format_bytes(host) for host in study.hosts])
-    axes.set_xlabel("disk")
-    axes.set_ylabel("host memory")
+    axes.set_xlabel("size of the disk")
+    axes.set_ylabel("size of host memory")
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
@@ -241,10 +282,26 @@ def _frame(x: int, y: int) -> Any:  # noqa: ANN401 - as above
     return Rectangle((x - 0.48, y - 0.47), 0.96, 0.94, fill=False, edgecolor=_DISK, linewidth=3)
 
 
+def _hatched(x: int, y: int, colour: str) -> Any:  # noqa: ANN401 - as above
+    """In the corner of a cell: its disk would not last, or not keep up."""
+    from matplotlib.patches import Polygon  # noqa: PLC0415 - optional, and slow
+
+    corner = [(x + 0.5, y - 0.5), (x + 0.5, y - 0.05), (x + 0.28, y - 0.5)]
+    return Polygon(corner, fill=False, hatch=_UNFIT_HATCH, edgecolor=colour, linewidth=0)
+
+
+def _key(told: Told) -> str:
+    """What frame and hatching mean."""
+    study = told.study
+    every = [study.levels(host, disk) for host in study.hosts for disk in study.disks]
+    hatched = "; hatched: disk too slow or worn out"
+    return "framed: the advice" + (hatched if any(unfit(e, told.drive) for e in every) else "")
+
+
 def _levels(axes: Any, told: Told) -> None:  # noqa: ANN401 - as above
     _grid(axes, told, lambda levels: levels.ratio, _ratio_text, "YlGnBu")
     axes.set_title("Two levels: how much is found, and where")
-    _subtitle(axes, "prompt tokens found; below, from host memory + from disk; framed: the advice")
+    _subtitle(axes, f"prompt tokens found (from host memory + from disk); {_key(told)}")
 
 
 def _ratio_text(levels: Levels) -> str:
@@ -261,12 +318,7 @@ def _money(axes: Any, told: Told) -> None:  # noqa: ANN401 - as above
         "YlGn",
     )
     axes.set_title("What it is worth a month")
-    years = told.prices.years
-    _subtitle(
-        axes,
-        f"engine time saved, less what memory and disk cost over {years:g} years; framed: the "
-        "advice",
-    )
+    _subtitle(axes, f"engine time saved, less the cost, in the money of --prices; {_key(told)}")
 
 
 # --- writes -----------------------------------------------------------------------------------
@@ -275,21 +327,22 @@ def _money(axes: Any, told: Told) -> None:  # noqa: ANN401 - as above
 def _writes(axes: Any, told: Told) -> None:  # noqa: ANN401 - as above
     study, host = told.study, told.advice.levels.host_bytes
     disks = [size for size in study.disks if size]
-    written = [study.levels(host, size).written_bytes / 1e12 for size in disks]
+    written = [study.levels(host, size).written_bytes / _TIB for size in disks]
     places = range(len(disks))
     endurance = told.drive.endurance
-    rated = [endurance.bytes_a_day(size) / 1e12 for size in disks] if endurance else []
-    colours = [
-        "#b5463c" if rated and amount > rated[n] else _DISK for n, amount in enumerate(written)
-    ]
-    axes.bar(places, written, width=0.56, color=colours)
+    rated = [endurance.bytes_a_day(size) / _TIB for size in disks] if endurance else []
+    bars = axes.bar(places, written, width=0.56, color=_DISK, edgecolor=_PAPER, linewidth=0)
+    for bar, amount, most in zip(bars, written, rated, strict=False):
+        if amount > BUDGET_SHARE * most:
+            bar.set(hatch="//", facecolor=_WORN, edgecolor=_DISK)
     for place, amount in zip(places, written, strict=True):
-        text = f"{amount:,.2f} TB" if amount < 10 else f"{amount:,.0f} TB"  # noqa: PLR2004 - digits
+        text = f"{amount:,.2f} TiB" if amount < 10 else f"{amount:,.0f} TiB"  # noqa: PLR2004 - digits
         # In the middle of its bar, or above that where a line runs through it.
         is_taken = bool(rated) and abs(rated[place] - amount / 2) < 0.08 * max(written)
         axes.text(
             place, amount * (0.75 if is_taken else 0.5), text, ha="center", va="center",
-            fontsize=11, color=_PAPER, fontweight="bold",
+            fontsize=11, color=_INK, fontweight="bold",
+            bbox={"facecolor": _PAPER, "edgecolor": "none", "boxstyle": "round,pad=0.25"},
         )  # fmt: skip
     shown = max(written)
     for place, most in zip(places, rated, strict=False):
@@ -301,10 +354,12 @@ def _writes(axes: Any, told: Told) -> None:  # noqa: ANN401 - as above
     if rated:
         wear = [amount / most for amount, most in zip(written, rated, strict=True)]
         names = [f"{name}\n{each:.1f}x rated" for name, each in zip(names, wear, strict=True)]
+    axes.set_xlim(-0.8, len(disks) - 0.2)
     axes.set_xticks(places, names, linespacing=1.5)
     axes.tick_params(axis="x", length=0)
-    axes.set_ylabel("written a day, TB")
+    axes.set_ylabel("written a day, TiB")
     axes.grid(axis="y")
+    axes.set_xlabel("size of the disk")
     axes.set_title("What the disk is written a day")
-    rating = f"; black: its rating, {endurance.text}" if endurance else ""
-    _subtitle(axes, f"every chunk once, and again when it was evicted and came back{rating}")
+    rating = f"; black: its rating, {endurance.text}; hatched: too much" if endurance else ""
+    _subtitle(axes, f"each chunk once, and again if it was evicted and came back{rating}")

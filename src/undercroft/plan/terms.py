@@ -26,7 +26,7 @@ BUDGET_SHARE = 0.9
 """Of what a drive is rated for, what may be planned with: it writes more than it is told to."""
 
 _BUSY_SHARE = 0.5
-"""Of what a drive writes in a second, what it may on average: traffic comes in bursts."""
+"""Of what a drive moves in a second, what it may on average: traffic comes in bursts."""
 _HOURS_A_MONTH = DAYS_A_YEAR * 24 / 12
 _ENDURANCE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(DWPD|TBW)\s*", re.IGNORECASE)
 _PRICE = re.compile(r"\s*(host|disk|engine)\s*=\s*(\d+(?:\.\d+)?)\s*/\s*([a-zA-Z]+)\s*")
@@ -129,16 +129,27 @@ class Drive:
             return None
         return written_a_day / self.endurance.bytes_a_day(disk_bytes)
 
-    def complaint(self, disk_bytes: int, written_a_day: float) -> str:
-        """Why it would not do, in words that follow "would"; empty if it does."""
+    def complaint(self, disk_bytes: int, written_a_day: float, read_per_s: float) -> str:
+        """Why it would not do, in words that follow "would"; empty if it does.
+
+        Args:
+            disk_bytes: Of the disk; 0: there is none.
+            written_a_day: Bytes.
+            read_per_s: Bytes a second, on average.
+        """
         wear = self.wear(disk_bytes, written_a_day)
         if wear is not None and self.endurance is not None and wear > BUDGET_SHARE:
             return f"be written {wear:.1f} times what {self.endurance.text} allows"
-        per_s = written_a_day / SECONDS_A_DAY
-        if per_s > _BUSY_SHARE * self.write_bytes_per_s:
+        written_per_s = written_a_day / SECONDS_A_DAY
+        if written_per_s > _BUSY_SHARE * self.write_bytes_per_s:
             return (
-                f"be written {per_s / 1e9:.2f} GB a second on average, of the "
+                f"be written {written_per_s / 1e9:.2f} GB a second on average, of the "
                 f"{self.write_bytes_per_s / 1e9:g} GB that it takes at most (--disk-write)"
+            )
+        if read_per_s > _BUSY_SHARE * self.read_bytes_per_s:
+            return (
+                f"be read {read_per_s / 1e9:.2f} GB a second on average, of the "
+                f"{self.read_bytes_per_s / 1e9:g} GB that it gives at most (--disk-read)"
             )
         return ""
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from functools import partial
 
 from undercroft.clock import Clock
 from undercroft.errors import TierFull, TierUnavailable
 from undercroft.keys import ChunkKey
+from undercroft.testing.chunkwise import Act, Chunkwise
 from undercroft.testing.injectors import (
     READ,
     WRITE,
@@ -35,7 +37,6 @@ from undercroft.testing.injectors import (
     while_between,
 )
 from undercroft.tiers.base import Tier
-from undercroft.tiers.wrapping import WrappingTier
 
 __all__ = [
     "Call",
@@ -57,10 +58,11 @@ __all__ = [
 _ERRNOS = {Effect.READ_ONLY: errno.EROFS, Effect.PERMISSION: errno.EACCES}
 
 
-class FaultyTier(WrappingTier):
+class FaultyTier(Chunkwise):
     """Passes calls on to a tier, wrongly when an injector says so: the first one that does.
 
-    What goes wrong silently here does so above the checksums of the tier inside, if it has any: who
+    Each chunk of a batch is a call of its own. Closing never goes wrong; hung calls stay hung. What
+    goes wrong silently here does so above the checksums of the tier inside, if it has any: who
     reads gets wrong bytes. Below them there is `undercroft.testing.faulty_files`.
 
     Args:
@@ -81,9 +83,8 @@ class FaultyTier(WrappingTier):
         seed: int = 0,
         faults: Faults | None = None,
     ) -> None:
-        super().__init__(inner)
+        super().__init__(inner, self._choose_wrong)
         self.faults = faults or Faults(*injectors, clock=clock, seed=seed)
-        self.on_close: Callable[[], None] | None = None
         self._keys: dict[ChunkKey, None] = {}  # written so far: whom a misdirected call hits
 
     @property
@@ -100,14 +101,31 @@ class FaultyTier(WrappingTier):
         """Calls that hang now."""
         return self.faults.num_hung
 
-    def contains(self, key: ChunkKey) -> bool:
-        """See `Tier.contains`."""
-        self._before("contains", key)
-        return bool(self.inner.contains(key))
+    def _choose_wrong(self, verb: str, key: ChunkKey) -> Act | None:
+        injector = self.faults.choose(verb, key)
+        if injector is not None:
+            return partial(self._go_wrong, injector, verb, key)
+        if verb == WRITE:
+            self._keys[key] = None
+        return None
 
-    def read_into(self, key: ChunkKey, out: memoryview) -> bool:
-        """See `Tier.read_into`; not always true here."""
-        effect = self._before(READ, key)
+    def _go_wrong(
+        self,
+        injector: Injector,
+        verb: str,
+        key: ChunkKey,
+        data: memoryview | None,
+        epoch: int | None,
+    ) -> bool:
+        self.faults.carry_out(injector)
+        self._refuse(injector, verb, key)
+        if verb == READ and data is not None:
+            return self._read(injector.effect, key, data)
+        if verb == WRITE and data is not None:
+            return self._write(injector.effect, key, data, epoch)
+        return self.straight(verb, key, data, epoch)
+
+    def _read(self, effect: Effect, key: ChunkKey, out: memoryview) -> bool:
         if effect is Effect.MISDIRECTED_READ:
             return bool(self.inner.read_into(self._other(key), out))
         if effect is Effect.SHORT_READ:
@@ -121,13 +139,7 @@ class FaultyTier(WrappingTier):
             self._flip(out)
         return found
 
-    def write_from(self, key: ChunkKey, data: memoryview) -> None:
-        """See `Tier.write_from`; not always true here."""
-        self.write(key, data, None)
-
-    def write(self, key: ChunkKey, data: memoryview, epoch: int | None) -> bool:
-        """As `write_from`; for `epoch` if one is given."""
-        effect = self._before(WRITE, key)
+    def _write(self, effect: Effect, key: ChunkKey, data: memoryview, epoch: int | None) -> bool:
         if effect is Effect.LOST_WRITE:
             return True
         target = key
@@ -145,19 +157,6 @@ class FaultyTier(WrappingTier):
         self._keys[key] = None
         return written
 
-    def delete(self, key: ChunkKey) -> None:
-        """See `Tier.delete`."""
-        self._before("delete", key)
-        self.inner.delete(key)
-
-    def close(self) -> None:
-        """See `Tier.close`. Never goes wrong here; hung calls stay hung."""
-        try:
-            self.inner.close()
-        finally:
-            if self.on_close is not None:
-                self.on_close()
-
     def release(self) -> None:
         """Let the hung calls go on, and hang no more."""
         self.faults.release()
@@ -166,11 +165,7 @@ class FaultyTier(WrappingTier):
         """Wait (in real time) until that many calls hang."""
         self.faults.await_hung(num_hung, timeout_s)
 
-    def _before(self, verb: str, key: ChunkKey) -> Effect | None:
-        """Choose the effect; carry out those that are the same for every verb."""
-        injector = self.faults.strike(verb, key)
-        if injector is None:
-            return None
+    def _refuse(self, injector: Injector, verb: str, key: ChunkKey) -> None:
         effect, name = injector.effect, self.name
         if effect is Effect.ERROR:
             raise TierUnavailable(f"tier {name!r}: injected error", tier=name, key=key)
@@ -179,7 +174,6 @@ class FaultyTier(WrappingTier):
         number = injector.number if effect is Effect.FOREIGN else _ERRNOS.get(effect)
         if number is not None:
             raise OSError(number, f"{os.strerror(number)}, injected into {verb}")
-        return effect
 
     def _other(self, key: ChunkKey) -> ChunkKey:
         others = [other for other in list(self._keys) if other != key]

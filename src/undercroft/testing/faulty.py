@@ -128,6 +128,8 @@ class Watch:
             for seed, seam in enumerate((TIER, FILES))
         }
         self.files = FaultyFiles(self.at[FILES])
+        told = (str(control.absolute()), tier, path or "")
+        self.files.mover = ("undercroft.testing.faulty_mover", *told)
         self._takes_files = takes_files
         self._stamp: str | None = None
         self._plan = Plan("")

@@ -221,13 +221,23 @@ class Faults:
 
     def strike(self, verb: str, key: ChunkKey) -> Injector | None:
         """Choose; carry out those effects that are the same everywhere. What is left is yours."""
+        injector = self.choose(verb, key)
+        if injector is not None:
+            self.carry_out(injector)
+        return injector
+
+    def choose(self, verb: str, key: ChunkKey) -> Injector | None:
+        """Who makes this call go wrong, if anybody does."""
         if not self.injectors:
             return None
         with self.changed:
             injector = next((each for each in self.injectors if each.chooses(verb, key)), None)
-            if injector is None:
-                return None
-            injector.num_fired += 1
+            if injector is not None:
+                injector.num_fired += 1
+        return injector
+
+    def carry_out(self, injector: Injector) -> None:
+        """What is the same everywhere of its effect. May wait."""
         effect = injector.effect
         if effect is Effect.SLOW:
             self._clock.sleep(injector.seconds)
@@ -239,7 +249,6 @@ class Faults:
             if self._before_kill is not None:
                 self._before_kill()
             os.kill(os.getpid(), signal.SIGKILL)
-        return injector
 
     def _hang(self, injector: Injector) -> None:
         with self.changed:

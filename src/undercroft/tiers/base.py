@@ -23,6 +23,7 @@ __all__ = [
     "Epochal",
     "Following",
     "Indexed",
+    "MovedElsewhere",
     "Owing",
     "SharedMemory",
     "Tier",
@@ -272,6 +273,19 @@ class Budgeted(Protocol):
 
     def allowance(self) -> Allowance | None:
         """What may be written now; None: as much as one likes. No I/O, <= 2 us."""
+        ...
+
+
+@runtime_checkable
+class MovedElsewhere(Protocol):
+    """A tier that may have its bytes moved by a process of its own, and by threads without one."""
+
+    def mover_deaths(self) -> int:
+        """How many such processes ended unasked so far. No I/O."""
+        ...
+
+    def is_moved_elsewhere(self) -> bool:
+        """Whether a process moves the bytes now; else the threads that call do. No I/O."""
         ...
 
 

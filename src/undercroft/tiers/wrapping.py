@@ -9,11 +9,13 @@ from typing import Any, Self
 from undercroft.keys import ChunkKey
 from undercroft.tiers.base import (
     Allowance,
+    Batched,
     Bounded,
     Budgeted,
     Epochal,
     Following,
     Indexed,
+    MovedElsewhere,
     Owing,
     Tier,
 )
@@ -27,8 +29,10 @@ class WrappingTier:
     A tier can be written to in two ways, with and without an epoch: let `write_from` call a method
     `write(key, data, epoch)`, as `Epochal.write_in_epoch` does, and that end in `pass_on`.
 
-    The wrapper is `Indexed`, `Bounded`, `Epochal`, `Owing`, `Following` or `Budgeted` exactly if
-    the inner tier is.
+    The wrapper is `Indexed`, `Bounded`, `Epochal`, `Owing`, `Following`, `Budgeted` or
+    `MovedElsewhere` exactly if the inner tier is. It is `Batched` if the inner tier is and the
+    wrapper has `read_many`, `write_many` and `delete_many`: a batch that went straight to the inner
+    tier would go past what the wrapper's verbs do. Else the inner tier gets one chunk a call.
 
     Args:
         inner: The tier inside; closed with this one.
@@ -42,7 +46,7 @@ class WrappingTier:
 
     def __new__(cls, inner: Tier, *_args: object, **_more: object) -> Self:
         """An instance of `cls` with the abilities of `inner`."""
-        made: Self = object.__new__(_with_abilities(cls, _abilities(inner)))  # type: ignore[arg-type] # hashable
+        made: Self = object.__new__(_with_abilities(cls, _abilities(cls, inner)))  # type: ignore[arg-type] # hashable
         return made
 
     def __init__(self, inner: Tier) -> None:
@@ -123,7 +127,21 @@ class _BudgetedAbility(WrappingTier):
         return found
 
 
-def _abilities(inner: Tier) -> tuple[type[WrappingTier], ...]:
+class _BatchedAbility(WrappingTier):
+    @property
+    def batch_bytes(self) -> int:
+        return int(self.inner.batch_bytes)
+
+
+class _MovedElsewhereAbility(WrappingTier):
+    def mover_deaths(self) -> int:
+        return int(self.inner.mover_deaths())
+
+    def is_moved_elsewhere(self) -> bool:
+        return bool(self.inner.is_moved_elsewhere())
+
+
+def _abilities(cls: type, inner: Tier) -> tuple[type[WrappingTier], ...]:
     pairs: tuple[tuple[type, type[WrappingTier]], ...] = (
         (Indexed, _IndexedAbility),
         (Bounded, _BoundedAbility),
@@ -131,7 +149,10 @@ def _abilities(inner: Tier) -> tuple[type[WrappingTier], ...]:
         (Owing, _OwingAbility),
         (Following, _FollowingAbility),
         (Budgeted, _BudgetedAbility),
+        (MovedElsewhere, _MovedElsewhereAbility),
     )
+    if all(hasattr(cls, verb) for verb in ("read_many", "write_many", "delete_many")):
+        pairs += ((Batched, _BatchedAbility),)
     return tuple(passes_on for ability, passes_on in pairs if isinstance(inner, ability))
 
 

@@ -91,9 +91,18 @@ def content(key: bytes, version: int = 0) -> bytes:
 
 
 @contextlib.contextmanager
-def ours(path: Any, ram: int, capacity: str = "64MiB", **kwargs: Any) -> Any:
+def ours(
+    path: Any,
+    ram: int,
+    capacity: str = "64MiB",
+    *,
+    mover_process: bool | None = None,
+    **kwargs: Any,
+) -> Any:
     """Ours with `ram` chunks of host memory over a disk."""
     tier = {"type": "disk", "path": str(path), "capacity": capacity, "free_space_floor": 0}
+    if mover_process is not None:
+        tier["mover_process"] = mover_process
     extra = {"host": ram * CHUNK, "tiers": [tier], "max_queued_write_bytes": "16MiB"}
     with running(extra | kwargs.pop("extra", {}), groups=ONE_PAGE, **kwargs) as rig:
         yield rig.manager

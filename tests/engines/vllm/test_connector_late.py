@@ -4,12 +4,12 @@ import threading
 import time
 
 import pytest
+from between import stand_between
 from rig import running
 from shapes import TOKENS_PER_BLOCK, Group, prompt
 from vllm.v1.kv_offload.base import make_offload_key
 
 from undercroft.errors import CorruptChunk
-from undercroft.tiers.disk import DiskTier
 
 DEADLINE_S = 4.0
 NUM_TOKENS = 512
@@ -21,31 +21,38 @@ HYBRID = (Group(kept=False), Group(), Group(kept=False), Group(num_layers=1, win
 def refused(monkeypatch):
     """Keys whose reads hang until the test ends, or fail; and every key that was read."""
     let_go, how, read = threading.Event(), {}, []
-    read_into = DiskTier.read_into
 
-    def wrapped(self, key, out):
+    def hangs(go):
+        let_go.wait(60)
+        return go()
+
+    def is_corrupt(_go):
+        raise CorruptChunk("the test says so", tier="disk")
+
+    def choose(verb, key):
+        if verb != "read_into":
+            return None
         read.append(bytes(key))
-        if how.get(bytes(key)) == "hangs":
-            let_go.wait(60)
-        if how.get(bytes(key)) == "is corrupt":
-            raise CorruptChunk("the test says so", tier=self.name, key=key)
-        return read_into(self, key, out)
+        return {"hangs": hangs, "is corrupt": is_corrupt}.get(how.get(bytes(key)))
 
-    monkeypatch.setattr(DiskTier, "read_into", wrapped)
+    stand_between(monkeypatch, choose)
     yield how, read, let_go
     let_go.set()
 
 
 @pytest.mark.parametrize("what", ["hangs", "is corrupt"])
 @pytest.mark.parametrize("group", [FULL, WINDOW])
-def test_what_is_verified_is_used(tmp_path, refused, group, what):
+@pytest.mark.parametrize("by_process", [False, True])
+def test_what_is_verified_is_used(tmp_path, refused, group, what, by_process):
     """All before a chunk that does not come is loaded, and right: the window at the cut as well."""
     how, read, let_go = refused
     tier = {"type": "disk", "path": str(tmp_path), "capacity": "64MiB"}
+    tier["mover_process"] = by_process
     extra = {"host": "4MiB", "tiers": [tier], "promote_deadline_s": DEADLINE_S}
     with running(extra, groups=HYBRID, engine_id="one") as rig:
         rig.run(prompt(1, NUM_TOKENS))
     with running(extra, groups=HYBRID, engine_id="two") as rig:
+        assert rig.hierarchy.levels[0].tier.inner.await_mover(60) == by_process
         job = rig.submit([*prompt(1, NUM_TOKENS), 5])
         place = 11 if group == FULL else NUM_TOKENS // TOKENS_PER_BLOCK - 2
         how[bytes(make_offload_key(job.request.block_hashes[place], group))] = what

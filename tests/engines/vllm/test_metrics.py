@@ -259,6 +259,8 @@ def test_a_counter_is_there_before_it_counts(prometheus, tmp_path):
             assert read(total(name), level="nvme") == read(total(name), level="host") == 0
         for name in ("promoted_chunks", "cascaded_bytes", "breaker_openings", "tier_bugs"):
             assert read(total(name), level="nvme") == 0
+        assert read(total("mover_deaths"), level="nvme") == 0
+        assert read("vllm:undercroft_mover_process_up", level="nvme") == 0
         assert read("vllm:undercroft_promote_seconds_count", level="nvme") == 0
         for name in ("store_seconds", "load_seconds", "restore_wait_seconds"):
             assert read(f"vllm:undercroft_{name}_count") == 0

@@ -1,8 +1,14 @@
 """What an operator sees of a level in trouble: each sign is there, and goes away again."""
 
+import os
+import signal
+
 import pytest
 from worlds import CHUNK_BYTES, made_worlds, make_world
 
+from tests.tiers.disk.support import disk
+from tests.tiers.disk.test_disk_mover import Level0, read, wait_for_process, write
+from undercroft.clock import SystemClock
 from undercroft.engines.vllm.metrics import PREFIX, StepStats
 from undercroft.engines.vllm.tally import Pace
 from undercroft.hierarchy.transfers import TransferLimits
@@ -83,3 +89,26 @@ def test_a_disk_that_hangs_is_seen(worlds):
     seen = take_all(stats)
     assert seen["stuck_threads", "disk"] == 0
     assert seen["late_transfers", "disk"] >= 1
+
+
+def test_a_mover_process_that_ends_is_seen(worlds, tmp_path):
+    """That one moves the bytes, that it does no more, and how many ended, through any wrapper."""
+    level_0 = Level0()
+    inner = disk(tmp_path, mover_process=True, memory=level_0.memory)
+    assert inner.await_mover(60)
+    world = make_world(64, [FaultyTier(inner)])
+    worlds.append(world)
+    stats = StepStats(world.hierarchy, Pace(SystemClock()))
+    seen = take_all(stats)
+    assert seen["mover_process_up", "disk"] == 1
+    assert seen["mover_deaths", "disk"] == 0
+    os.kill(wait_for_process(inner), signal.SIGKILL)
+    inner._mover._child._process.wait()
+    assert read(inner, level_0, range(4)) == [False] * 4
+    assert write(inner, level_0, range(4)) == [True] * 4
+    seen = take_all(stats)
+    assert seen["mover_process_up", "disk"] == 0
+    assert seen["mover_deaths", "disk"] == 1
+    world.close()
+    worlds.remove(world)
+    level_0.close()

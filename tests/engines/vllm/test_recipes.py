@@ -11,6 +11,7 @@ import stat
 import time
 
 import pytest
+from between import between
 from managers import CHUNK, ONE_PAGE, content, context, get, keys_of, ours, put, settle, stock, walk
 from rig import running
 from shapes import prompt
@@ -197,18 +198,20 @@ def test_b11_a_deleted_file(tmp_path):
         assert get(m, FOUR) == (4, 4)
 
 
-def test_b12_one_chunk_that_cannot_be_written(tmp_path):
+@pytest.mark.parametrize("by_process", [False, True])
+def test_b12_one_chunk_that_cannot_be_written(tmp_path, by_process):
     """It alone is missing: 1 1 0 1 1 1 1 1."""
-    with ours(tmp_path, 16, engine_id="one") as m:
+
+    def refused(_go):
+        raise TierUnavailable("no such path", tier="disk")
+
+    def choose(verb, key):
+        return refused if verb == "write_from" and key == A[2] else None
+
+    more = {"engine_id": "one", "mover_process": by_process}
+    with between(choose), ours(tmp_path, 16, **more) as m:
         tier = m.hierarchy.levels[0].tier
-        write = tier.write_in_epoch
-
-        def refuse(key, data, epoch):
-            if key == A[2]:
-                raise TierUnavailable("no such path", tier=tier.name, key=key)
-            return write(key, data, epoch)
-
-        tier.write_in_epoch = refuse
+        assert tier.inner.await_mover(60) == by_process
         put(m, A[:8])
         stored = [int(tier.has(key)) for key in A[:8]]
         assert stored == [1, 1, 0, 1, 1, 1, 1, 1]
@@ -315,7 +318,8 @@ def test_b19_a_real_folder_stays_small(tmp_path):
 # --- everything at once -----------------------------------------------------------------------
 
 
-def test_b21_reads_that_fail_and_hang_and_lie(tmp_path, seed):
+@pytest.mark.parametrize("by_process", [False, True])
+def test_b21_reads_that_fail_and_hang_and_lie(tmp_path, seed, by_process):
     """Of many restores some fail, some are late, some find flipped bits: every byte is right."""
     rng = random.Random(seed)
     extra = {
@@ -324,22 +328,28 @@ def test_b21_reads_that_fail_and_hang_and_lie(tmp_path, seed):
         "promote_deadline_s": 0.4,
         "tiers": [{"type": "disk", "path": str(tmp_path), "capacity": "32MiB"}],
     }
+    extra["tiers"][0]["mover_process"] = by_process
     faults = {"error": 0, "late": 0, "flip": 0}
-    with running(extra) as rig:
-        tier = rig.hierarchy.levels[0].tier
-        read = tier.read_into
 
-        def faulty(key, out):
-            roll = rng.random()
-            if roll < 0.03:
-                faults["error"] += 1
-                raise TierUnavailable("injected", tier=tier.name, key=key)
-            if roll < 0.05 and faults["late"] < 4:
-                faults["late"] += 1
-                time.sleep(0.8)
-            return read(key, out)
+    def fail(_go):
+        raise TierUnavailable("injected", tier="disk")
 
-        tier.read_into = faulty
+    def late(go):
+        time.sleep(0.8)
+        return go()
+
+    def choose(verb, _key):
+        roll = rng.random() if verb == "read_into" else 1.0
+        if roll < 0.03:
+            faults["error"] += 1
+            return fail
+        if roll < 0.05 and faults["late"] < 4:
+            faults["late"] += 1
+            return late
+        return None
+
+    with between(choose), running(extra) as rig:
+        assert rig.hierarchy.levels[0].tier.inner.await_mover(60) == by_process
         for _ in range(60):
             label, length = rng.randrange(8), rng.randrange(100, 500)
             rig.run([*prompt(label, length), rng.randrange(1000)])
@@ -356,11 +366,16 @@ def test_b21_reads_that_fail_and_hang_and_lie(tmp_path, seed):
         assert rig.hierarchy.pool.slots.num_pinned == 0
 
 
-def test_fault_5_a_lookup_after_a_failed_load_is_answered(tmp_path):
+@pytest.mark.parametrize("by_process", [False, True])
+def test_fault_5_a_lookup_after_a_failed_load_is_answered(tmp_path, by_process):
     """One failed read, and the same request goes on within a few steps: no retry for ever."""
     with ours(tmp_path, 16, engine_id="one") as m:
         put(m, FOUR)
-    with ours(tmp_path, 16, engine_id="two") as m:
-        tier = m.hierarchy.levels[0].tier
-        tier.read_into = lambda key, out: False
+
+    def choose(verb, _key):
+        return (lambda _go: False) if verb == "read_into" else None
+
+    more = {"engine_id": "two", "mover_process": by_process}
+    with between(choose), ours(tmp_path, 16, **more) as m:
+        assert m.hierarchy.levels[0].tier.inner.await_mover(60) == by_process
         assert walk(m, context("r", FOUR), FOUR, max_steps=100) == 0

@@ -5,12 +5,14 @@ import re
 import pytest
 from rig import running
 from shapes import Group, prompt
+from vllm import SamplingParams
 from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.request import Request, RequestStatus
 
 from tests.traces.plain import read
 from undercroft.clock import SystemClock
 from undercroft.engines.vllm.connector import UndercroftConnector
-from undercroft.engines.vllm.recording import KINDS
+from undercroft.engines.vllm.recording import KINDS, kind_of, told_kind
 from undercroft.traces.recorder import Recorder
 
 HOST = {"host": "4MiB"}
@@ -45,12 +47,31 @@ def test_with_our_connector_all_is_exact(tmp_path):
     assert found.blocks == BLOCKS
     assert [line["in"] for line in found.lines] == [100, 100, 130, 20]
     assert [line["out"] for line in found.lines] == [0, 40, 0, 0]
-    assert [line["k"] for line in found.lines] == [1, 1, 1, 1]
+    assert [line["k"] for line in found.lines] == [5, 5, 5, 5]
     assert found.header["k"] == KINDS
-    assert re.match(r"how it ended: 1 stop, 2 length, 3 abort", KINDS)
+    assert re.search(r"bit 0: the model ended it itself;.* 1 stop, 2 length, 3 abort", KINDS)
     assert found.header["block_tokens"] == 32
     assert results["written"] == 4
     assert results.total() == 4
+
+
+@pytest.mark.parametrize(
+    ("status", "stop_reason", "told", "number"),
+    [
+        (RequestStatus.FINISHED_STOPPED, None, 1, 1),
+        (RequestStatus.FINISHED_STOPPED, "###", 0, 1),
+        (RequestStatus.FINISHED_LENGTH_CAPPED, None, 0, 2),
+        (RequestStatus.FINISHED_ABORTED, None, 0, 3),
+        (RequestStatus.RUNNING, None, 0, 0),
+    ],
+)
+def test_a_replay_hears_what_the_engine_told(status, stop_reason, told, number):
+    """The two lowest bits, which are all that `hazard` looks at; why it ended is above them."""
+    request = Request("r", [1, 2], SamplingParams(max_tokens=4), None)
+    request.status, request.stop_reason = status, stop_reason
+    assert told_kind(request) == told
+    assert kind_of(request) & 3 == told
+    assert kind_of(request) >> 2 == number
 
 
 def test_with_stocks_connector_tokens_are_in_whole_chunks(tmp_path):
@@ -90,7 +111,7 @@ def test_an_aborted_request_is_recorded_if_it_ran(tmp_path):
         rig.settle()
         rig.run(prompt(3, 64))
     (file,) = tmp_path.glob("trace-*")
-    assert [line["k"] for line in read(file).lines] == [3, 1]
+    assert [line["k"] for line in read(file).lines] == [12, 5]
 
 
 def test_nothing_is_recorded_unasked(tmp_path, monkeypatch):

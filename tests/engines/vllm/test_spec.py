@@ -210,6 +210,15 @@ def test_one_line_at_the_start_says_what_was_decided(caplog, tmp_path):
     assert line.endswith(("O_DIRECT", "through the page cache"))
 
 
+def test_the_line_at_the_start_says_who_moves_the_bytes(caplog, tmp_path):
+    """A process, and the threads that ask it, or do it themselves until there is one."""
+    (tier,) = disk(tmp_path, mover_process=True, num_threads=6)["tiers"]
+    with caplog.at_level(logging.INFO), running({"host": "1MiB", "tiers": [tier]}) as rig:
+        assert ", 3 threads, a mover process of 6 threads that is starting, " in caplog.text
+        assert rig.hierarchy.levels[0].tier.await_mover(60)
+        assert rig.hierarchy.levels[0].tier.describe().startswith("a mover process of 6 threads, ")
+
+
 NAMESPACE = {
     "model name": {"model_config__model": "another"},
     "KV dtype": {"cache_config__cache_dtype": "fp8_e4m3"},

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from typing_extensions import override
-from vllm.v1.engine import FinishReason
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadingEvent,
@@ -25,6 +24,7 @@ from vllm.v1.request import Request as EngineRequest
 
 from undercroft.engines.vllm.adapters import AdapterTag, untagged
 from undercroft.engines.vllm.manager import UndercroftManager, safe
+from undercroft.engines.vllm.recording import told_kind
 from undercroft.engines.vllm.spec import UndercroftSpec
 from undercroft.hierarchy.request import Request
 from undercroft.keys import ChunkKey
@@ -155,8 +155,7 @@ class ConnectedManager(UndercroftManager):
         if request is None or self._every_key is None:
             return
         try:
-            by_itself = prompt.get_finished_reason() is FinishReason.STOP
-            request.use.kind = int(by_itself and prompt.stop_reason is None)
+            request.use.kind = told_kind(prompt)
         except Exception:  # noqa: BLE001 - engine internals are read here, and they move
             request.use.kind = 0
 

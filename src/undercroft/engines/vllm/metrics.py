@@ -24,7 +24,7 @@ from undercroft.hierarchy.breaker import BreakerState
 from undercroft.hierarchy.counters import NO_LEVEL, Counters, Samples
 from undercroft.hierarchy.hierarchy import LEVEL_0, Hierarchy
 from undercroft.hierarchy.level import Level
-from undercroft.tiers.base import Bounded, Budgeted
+from undercroft.tiers.base import Bounded, Budgeted, MovedElsewhere
 from undercroft.traces.recorder import RESULTS as RECORDED
 
 __all__ = [
@@ -119,6 +119,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "late_transfers": ("Reads and writes that came back after their deadline.", ("level",)),
     "breaker_openings": ("Times a level was left alone after failures.", ("level",)),
     "tier_bugs": ("Times a tier broke one of our invariants.", ("level",)),
+    "mover_deaths": ("Processes that moved a level's bytes and ended unasked.", ("level",)),
     "recorded_requests": (
         "Requests that ended while a trace was recorded, by what became of their lines.",
         ("result",),
@@ -141,6 +142,10 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "write_budget_bytes": ("What may be written to a level in a day, by all engines.", ("level",)),
     "write_budget_left_bytes": ("What is left of it now.", ("level",)),
     "running_transfers": ("Reads, writes and deletes that a mover thread is in.", ("level",)),
+    "mover_process_up": (
+        "1 if a process of the level's own moves its bytes, 0 if the engine's threads do.",
+        ("level",),
+    ),
     "stuck_threads": ("Mover threads that are in a call past its deadline.", ("level",)),
     "breaker_state": ("1 for the state that a level's breaker is in.", ("level", "state")),
     "level_usable": ("1 if a lower level is asked at all, else 0.", ("level",)),
@@ -227,6 +232,8 @@ def _level_counters(each: Level) -> Iterator[_Reading]:
     yield "late_transfers", label, transfers.num_late
     yield "breaker_openings", label, transfers.breaker.num_opened
     yield "tier_bugs", label, transfers.num_bugs
+    if isinstance(each.tier, MovedElsewhere):
+        yield "mover_deaths", label, each.tier.mover_deaths()
     if isinstance(each.tier, Budgeted):
         yield "written_bytes", label, each.tier.written_bytes()
 
@@ -240,6 +247,9 @@ def _zeros(hierarchy: Hierarchy) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield from (("lookup_misses", (NO_LEVEL, reason)) for reason in MISS_REASONS[NO_LEVEL])
     yield from ((name, ()) for name in _PLAIN)
     levels = [level.name for level in hierarchy.levels]
+    for each in hierarchy.levels:
+        if isinstance(each.tier, MovedElsewhere):
+            yield "mover_deaths", (each.name,)
     for level in (LEVEL_0, *levels):
         place = LEVEL_0 if level == LEVEL_0 else "below"
         yield from (("lookup_misses", (level, reason)) for reason in MISS_REASONS[place])
@@ -284,6 +294,8 @@ def _level_gauges(level: Level) -> Iterator[_Reading]:
     yield "max_queued_write_bytes", label, transfers.max_queued_write_bytes
     yield "running_transfers", label, transfers.num_running
     yield "stuck_threads", label, transfers.num_stuck
+    if isinstance(level.tier, MovedElsewhere):
+        yield "mover_process_up", label, int(level.tier.is_moved_elsewhere())
     now = transfers.breaker.state
     for state, word in _STATES.items():
         yield "breaker_state", (name, word), int(state is now)

@@ -11,12 +11,28 @@ from vllm.v1.request import Request as EngineRequest
 
 from undercroft.traces.recorder import Recorder, Told
 
-__all__ = ["KINDS", "Recording"]
+__all__ = ["KINDS", "Recording", "kind_of", "told_kind"]
 
 _LOG = logging.getLogger(__name__)
 
-_KIND_OF = {reason: kind for kind, reason in enumerate(FinishReason, 1)}
-KINDS = "how it ended: " + ", ".join(f"{kind} {reason}" for reason, kind in _KIND_OF.items())
+_REASON_BITS = 2
+_NUMBER_OF = {reason: number for number, reason in enumerate(FinishReason, 1)}
+KINDS = "bit 0: the model ended it itself; bit 1: not used; above them how it ended: " + ", ".join(
+    f"{number} {reason}" for reason, number in _NUMBER_OF.items()
+)
+"""What `kind_of` means: the lowest bits are what policies are told, here and by the engine."""
+
+
+def told_kind(request: EngineRequest) -> int:
+    """What policies are told of how a request ended: 1 if the model ended its answer itself."""
+    is_stop = request.get_finished_reason() is FinishReason.STOP
+    return int(is_stop and request.stop_reason is None)
+
+
+def kind_of(request: EngineRequest) -> int:
+    """The kind to record; 0 if the request has not ended."""
+    reason = request.get_finished_reason()
+    return 0 if reason is None else _NUMBER_OF[reason] << _REASON_BITS | told_kind(request)
 
 
 class Recording:
@@ -52,13 +68,12 @@ class Recording:
         self._guarded(self._ends, request)
 
     def _ends(self, request: EngineRequest) -> None:
-        reason = request.get_finished_reason()
         session = getattr(request, "session_id", None)
         told = Told(
             request.num_prompt_tokens,
             request.num_output_tokens,
             session=str(session).encode() if session else b"",
-            kind=0 if reason is None else _KIND_OF[reason],
+            kind=kind_of(request),
         )
         self._recorder.tell(request.request_id, told)
 

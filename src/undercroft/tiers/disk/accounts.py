@@ -64,7 +64,7 @@ class Accounts:
             if not ledger.is_open and not keeper.ground.root.read_only:
                 self._open(ledger)
         except (OSError, TierUnavailable) as exc:
-            self._log.warning("disk tier %r cannot book what it writes: %s", self._name, exc)
+            self._log.warning("disk tier %r cannot book what it writes: %s", self._name, str(exc))
             return
         if ledger.num_damaged > self._num_damaged:
             self._num_damaged = ledger.num_damaged
@@ -91,4 +91,4 @@ class Accounts:
         try:
             self._ledger.close()
         except OSError as exc:
-            self._log.warning("disk tier %r cannot book what it wrote: %s", self._name, exc)
+            self._log.warning("disk tier %r cannot book what it wrote: %s", self._name, str(exc))

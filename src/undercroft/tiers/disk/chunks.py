@@ -133,7 +133,7 @@ class Chunks:
             self._forget(segment, slot, key)
         except OSError as exc:
             self._log.warning(
-                "disk tier %r cannot free the entry of a bad chunk: %s", self._name, exc
+                "disk tier %r cannot free the entry of a bad chunk: %s", self._name, str(exc)
             )
 
     def _suspect(self, segment: OpenSegment, slot: int, key: bytes) -> None:
@@ -377,7 +377,8 @@ class Chunks:
             segment.disk_tell(self._files)
         except OSError as exc:
             self._upkeep.distrust()
-            self._log.warning("disk tier %r cannot tell others: %s", self._name, exc)
+            # Not the exception: a kept log record would keep buffers.
+            self._log.warning("disk tier %r cannot tell others: %s", self._name, str(exc))
 
     def _leave(self, segment: OpenSegment, slot: int) -> None:
         if self._holdings.unpin(segment, slot):

@@ -71,6 +71,12 @@ class Files:
     written_bytes = 0
     """Bytes written so far, each write in whole pages: no less than what reaches the medium."""
 
+    mover: Sequence[str] | None = None
+    """The module, and its last arguments, of a mover process that makes these very calls.
+
+    None: none does, and what another process did would go past whoever replaced them.
+    """
+
     _counting = Lock()
 
     def open(self, path: str, flags: int) -> int:

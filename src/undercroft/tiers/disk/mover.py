@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -27,7 +28,9 @@ from undercroft.tiers.disk import wire
 from undercroft.tiers.disk.segment import OpenSegment
 from undercroft.tiers.disk.wire import End, Order
 
-__all__ = ["MoverGone", "MoverProcess"]
+__all__ = ["OUR_PROGRAM", "MoverGone", "MoverProcess"]
+
+OUR_PROGRAM = ("undercroft.tiers.disk.mover_main",)
 
 _LOG = logging.getLogger(__name__)
 _ANSWER_S = 5.0
@@ -51,13 +54,20 @@ class MoverProcess:
         namespace: The digest that records carry.
         clock: For the pauses between two children.
         num_threads: Chunks under way at once.
+        program: The module that the child runs, and what it is told besides.
 
     Threads: any. `move` blocks for the medium, all else for 5 s at most. Until a child is ready,
     and for a while after one has died, `move` says that there is none.
     """
 
     def __init__(
-        self, name: str, memory: SharedMemory, namespace: bytes, clock: Clock, num_threads: int
+        self,
+        name: str,
+        memory: SharedMemory,
+        namespace: bytes,
+        clock: Clock,
+        num_threads: int,
+        program: Sequence[str] = OUR_PROGRAM,
     ) -> None:
         self._name = name
         self._clock = clock
@@ -68,6 +78,7 @@ class MoverProcess:
         self._end = self._begin + len(memory.buffer)
         self._hello = wire.HELLO.pack(b"h", memory.offset, len(memory.buffer), namespace)
         self.num_threads = num_threads
+        self._program = program
         self._lock = threading.Lock()
         self._child: _Child | None = None
         self._start_at_s = float("-inf")
@@ -75,6 +86,7 @@ class MoverProcess:
         self._pause_s = _FIRST_PAUSE_S
         self._is_closed = False
         self.num_deaths = 0
+        self._why_none = ""
         self._find_child()
 
     def place_of(self, buffer: memoryview) -> int:
@@ -163,6 +175,21 @@ class MoverProcess:
         if child is not None:
             child.end()
 
+    def await_ready(self, seconds: float) -> bool:
+        """Wait, in real time, until a child is ready, or there is none that could become so."""
+        child = self._child
+        if child is not None and not child.is_ready:
+            child.wait_for_word(seconds)
+        return self._find_child() is not None
+
+    def describe(self) -> str:
+        """What it does now, after the number of threads that wait for it, or do it themselves."""
+        child = self._child
+        if child is None:
+            return f"no mover process ({self._why_none or 'closed'})"
+        threads = f"a mover process of {self.num_threads} threads"
+        return threads if child.is_ready else f"{threads} that is starting"
+
     @property
     def pid(self) -> int | None:
         """Of the process, if there is one that is ready."""
@@ -196,9 +223,10 @@ class MoverProcess:
         self._start_at_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
         try:
-            self._child = _Child(self._hello, self._memory_fd, self.num_threads)
+            self._child = _Child(self._hello, self._memory_fd, self.num_threads, self._program)
             self._started_s = now_s
         except (OSError, RuntimeError, MoverGone) as exc:
+            self._why_none = f"it cannot be started: {exc}"
             self._log.warning(
                 "disk tier %r: no mover process (%s): threads move its chunks, which slows steps",
                 self._name,
@@ -216,6 +244,7 @@ class MoverProcess:
             is_news = self._child is child
             if is_news:
                 self._child = None
+                self._why_none = "it ended; another one is started"
                 self.num_deaths += 1
                 now_s = self._clock.now_s()
                 if now_s - self._started_s > _MAX_PAUSE_S:
@@ -264,7 +293,9 @@ class _Lane:
 class _Child:
     """One process; methods but `end` are called under the lock of `MoverProcess`."""
 
-    def __init__(self, hello: bytes, memory_fd: int, num_threads: int) -> None:
+    def __init__(
+        self, hello: bytes, memory_fd: int, num_threads: int, program: Sequence[str]
+    ) -> None:
         self.attached: set[int] = set()
         self.idle: list[_Lane] = []
         self.is_ready = False
@@ -272,7 +303,7 @@ class _Child:
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             undo.callback(self._control.close)
             with theirs:
-                self._process = _spawn(theirs.fileno(), num_threads)
+                self._process = _spawn(theirs.fileno(), num_threads, program)
             undo.callback(self._process.wait)
             undo.callback(self._process.kill)
             socket.send_fds(self._control, [hello], [memory_fd])
@@ -282,6 +313,11 @@ class _Child:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def wait_for_word(self, seconds: float) -> None:
+        """Wait until there is something to hear. Not under the lock."""
+        with suppress(OSError, ValueError):  # closed meanwhile
+            select.select([self._control], [], [], seconds)
 
     def listen(self) -> None:
         """See whether it is ready. Does not block."""
@@ -335,14 +371,15 @@ class _Child:
         return code
 
 
-def _spawn(fd: int, num_threads: int) -> subprocess.Popen[bytes]:
+def _spawn(fd: int, num_threads: int, program: Sequence[str]) -> subprocess.Popen[bytes]:
     if not sys.executable or getattr(sys, "frozen", False):
         raise OSError("this program has no interpreter that could be started")
-    module = "undercroft.tiers.disk.mover_main"
+    module, *told = program
     return subprocess.Popen(  # noqa: S603 - our own module
         # -P: nothing that lies in the current directory is imported.
-        [sys.executable, "-P", "-m", module, str(fd), str(num_threads), str(os.getpid())],
+        [sys.executable, "-P", "-m", module, str(fd), str(num_threads), str(os.getpid()), *told],
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,  # the engine's own may be a protocol
         pass_fds=[fd],
         env=_environment(),
         start_new_session=True,  # Ctrl-C is for the engine, which ends it

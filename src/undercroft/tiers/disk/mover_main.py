@@ -17,6 +17,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from undercroft.clock import SystemClock
@@ -34,10 +35,9 @@ from undercroft.tiers.disk.table import (
 )
 from undercroft.tiers.disk.wire import End, Order, Status, Verb
 
-__all__ = ["main"]
+__all__ = ["main", "serve"]
 
 _MAX_FDS = 2
-_FILES = Files()
 _CLOCK = SystemClock()
 _GATHER_S = 0.002
 _LOOK_S = 1.0
@@ -55,8 +55,11 @@ class _Segment:
 class _Mover:
     """Threads: `control` and each lane have one, and a pool does what the lanes are asked for."""
 
-    def __init__(self, control: socket.socket, num_threads: int, engine_pid: int) -> None:
+    def __init__(
+        self, control: socket.socket, num_threads: int, engine_pid: int, files: Files
+    ) -> None:
         self._control = control
+        self._files = files
         self._engine_pid = engine_pid
         self._segments: dict[int, _Segment] = {}
         self._memory = memoryview(b"")
@@ -93,7 +96,7 @@ class _Mover:
             _, offset, length, self._namespace = wire.HELLO.unpack(message)
             pool = AlignedPool()
             for direct in (False, True):
-                self._records[direct] = RecordIo(_FILES, self._namespace, pool, direct)
+                self._records[direct] = RecordIo(self._files, self._namespace, pool, direct)
             whole = memoryview(mmap.mmap(fds[0], 0))
             os.close(fds[0])
             if offset + length > len(whole):
@@ -149,7 +152,7 @@ class _Mover:
     def _read(self, order: Order, records: RecordIo) -> bool:
         segment = self._segments[order.segment]
         if order.checks_entry:
-            entry = _FILES.pread(segment.index_fd, ENTRY_BYTES, entry_offset(order.slot))
+            entry = self._files.pread(segment.index_fd, ENTRY_BYTES, entry_offset(order.slot))
             if parse_entries(entry, self._namespace, order.slot).keys != [order.key]:
                 return False
         out = self._memory[order.place : order.place + order.num_bytes]
@@ -166,10 +169,10 @@ class _Mover:
         data = self._memory[order.place : order.place + order.num_bytes]
         records.write(segment.slab_fd, order.slot * segment.record_bytes, order.key, stamp, data)
         entry = pack_entry(order.slot, order.key, *stamp, order.num_bytes, self._namespace)
-        _FILES.pwrite(segment.index_fd, entry, entry_offset(order.slot))
+        self._files.pwrite(segment.index_fd, entry, entry_offset(order.slot))
 
     def _free(self, segment: _Segment, order: Order) -> None:
-        _FILES.pwrite(segment.index_fd, FREE_ENTRY, entry_offset(order.slot))
+        self._files.pwrite(segment.index_fd, FREE_ENTRY, entry_offset(order.slot))
 
 
 def _started_pool(num_threads: int) -> ThreadPoolExecutor:
@@ -203,14 +206,38 @@ def _written_bytes(verb: int, order: Order) -> int:
     return entries + (record_bytes(order.num_bytes) if verb == Verb.WRITE else 0)
 
 
-def main(argv: list[str]) -> int:
-    """Arguments: the descriptor of a socket to serve, a number of threads, the engine's process."""
-    with suppress(OSError):  # the thread that started us may be bound to a processor
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+def _processors(engine_pid: int) -> set[int]:
+    """Those that any thread of the engine may run on.
+
+    The thread that started us may be bound to one, as those that compute on a CPU are; what the
+    whole engine is bound to, by an operator or by itself, holds for us.
+    """
+    found: set[int] = set()
+    for task in Path(f"/proc/{engine_pid}/task").iterdir():
+        with suppress(OSError):  # that thread has ended
+            found |= os.sched_getaffinity(int(task.name))
+    return found
+
+
+def serve(argv: list[str], files: Files) -> None:
+    """Until the engine ends, or lets go.
+
+    Args:
+        argv: The descriptor of a socket to serve, a number of threads, the engine's process.
+        files: The system calls.
+    """
+    engine_pid = int(argv[2])
+    with suppress(OSError):
+        os.sched_setaffinity(0, _processors(engine_pid))
     with suppress(OSError):
         os.nice(_KINDNESS)
     with socket.socket(fileno=int(argv[0])) as control:
-        _Mover(control, int(argv[1]), int(argv[2])).serve()
+        _Mover(control, int(argv[1]), engine_pid, files).serve()
+
+
+def main(argv: list[str]) -> None:
+    """As `serve`, with the system's own calls."""
+    serve(argv, Files())
     os._exit(0)  # lanes may hang in the medium, and nothing here is worth waiting for
 
 

@@ -21,7 +21,7 @@ from undercroft.tiers.disk.files import Files
 from undercroft.tiers.disk.ground import Ground, Limits
 from undercroft.tiers.disk.holdings import Holdings
 from undercroft.tiers.disk.keeper import Keeper
-from undercroft.tiers.disk.mover import MoverProcess
+from undercroft.tiers.disk.mover import OUR_PROGRAM, MoverProcess
 from undercroft.tiers.disk.owed import OwedResets
 from undercroft.tiers.disk.records import RecordIo, record_bytes
 from undercroft.tiers.disk.root import Root
@@ -56,7 +56,8 @@ class DiskTier:
             see `undercroft.tiers.disk.mover`.
         memory: Level 0, if it lies in a file.
         num_threads: Of that process.
-        files: The system calls; tests replace them, and there is no process then.
+        files: The system calls; tests replace them. There is a process then only if there is one
+            that makes the same: see `Files.mover`.
 
     Raises:
         ConfigError: Settings that can never work. A disk that does not work *now* is no error
@@ -116,8 +117,9 @@ class DiskTier:
             except (TierUnavailable, TierFull) as exc:
                 _LOG.warning("disk tier %r starts without its disk: %s", name, exc)
         self._mover: MoverProcess | None = None
-        if mover_process and files is None:
-            self._mover = self._start_mover(memory, num_threads)
+        program = OUR_PROGRAM if files is None else files.mover
+        if mover_process and memory is not None and program is not None:
+            self._mover = self._start_mover(memory, num_threads, program)
         self._chunks = Chunks(name, self._keeper, self._upkeep, clock, self._mover)
         self._accounts = Accounts(name, self._keeper, clock, write_budget_bytes)
         self._accounts.sync()
@@ -164,11 +166,12 @@ class DiskTier:
                 self._accounts.close()
                 self._detach()
 
-    def _start_mover(self, memory: SharedMemory | None, num_threads: int) -> MoverProcess | None:
-        if memory is None:
-            return None
+    def _start_mover(
+        self, memory: SharedMemory, num_threads: int, program: Sequence[str]
+    ) -> MoverProcess | None:
+        digest, clock = self.namespace.digest, self._clock
         try:
-            return MoverProcess(self.name, memory, self.namespace.digest, self._clock, num_threads)
+            return MoverProcess(self.name, memory, digest, clock, num_threads, program)
         except OSError as exc:
             _LOG.warning("disk tier %r: threads move its chunks: %s", self.name, exc)
             return None
@@ -179,7 +182,7 @@ class DiskTier:
         except OSError as exc:
             _LOG.warning("disk tier %r: a file could not be closed: %s", self.name, exc)
 
-    # Batched, Described, Indexed, Bounded, Epochal, Owing, Following, Budgeted
+    # Batched, MovedElsewhere, Described, Indexed, Bounded, Epochal, Owing, Following, Budgeted
 
     @property
     def batch_bytes(self) -> int:
@@ -201,13 +204,29 @@ class DiskTier:
         self._upkeep.check_open()
         return self._chunks.delete(keys)
 
+    def mover_deaths(self) -> int:
+        """See `MovedElsewhere.mover_deaths`."""
+        return 0 if self._mover is None else self._mover.num_deaths
+
+    def is_moved_elsewhere(self) -> bool:
+        """See `MovedElsewhere.is_moved_elsewhere`."""
+        return self._mover is not None and self._mover.pid is not None
+
+    def await_mover(self, seconds: float) -> bool:
+        """Wait, in real time, for a process that is starting; whether one moves the bytes now."""
+        return self._mover is not None and self._mover.await_ready(seconds)
+
     def describe(self) -> str:
         """See `Described.describe`."""
         if not self._keeper.attached:
             return "not there yet"
         how = "O_DIRECT" if self._records.direct else "through the page cache"
-        mover = self._mover
-        return how if mover is None else f"{mover.num_threads} threads of its own process, {how}"
+        moved_by = self.moved_by()
+        return f"{moved_by}, {how}" if moved_by else how
+
+    def moved_by(self) -> str:
+        """What becomes of the process that is to move the bytes; empty if none is."""
+        return "" if self._mover is None else self._mover.describe()
 
     def has(self, key: ChunkKey) -> bool:
         """See `Indexed.has`."""
@@ -315,7 +334,7 @@ class DiskTier:
             "root_bytes": ground.usage.charged_bytes,
             "read_only": int(self._upkeep.read_only),
             "direct": int(self._records.direct),
-            "mover_deaths": self._mover.num_deaths if self._mover is not None else 0,
+            "mover_deaths": self.mover_deaths(),
         }
 
     def refresh(self) -> None:

@@ -105,7 +105,7 @@ class Upkeep:
         except TierUnavailable as exc:
             if writing:
                 raise
-            self._log.warning("disk tier %r is behind with its upkeep: %s", self.name, exc)
+            self._log.warning("disk tier %r is behind with its upkeep: %s", self.name, str(exc))
         finally:
             self.keeper.shape.release()
 

@@ -55,3 +55,19 @@ def test_what_a_long_generation_began_with_is_not_evicted_first(
     assert_same([again], wanted[:1])
     assert again.external_tokens == LONG_CHUNKS * BLOCK_TOKENS
     engine.close()
+
+
+def test_what_vllm_serves_from_its_own_cache_is_a_use(nursery: Nursery) -> None:
+    """Nobody asks us for it, nothing of it is stored again, and the policy hears of it."""
+    engine = nursery.engine("llama", offload(host="32MiB", policy="hazard"))
+    before = engine.inside("storm:learned")
+    tokens = prompt(10 * BLOCK_TOKENS + 3, seed=540)
+    outputs = one_by_one(engine, [tokens] * 6)
+    engine.settle()
+    assert [output.cached_tokens for output in outputs[1:]] == [10 * BLOCK_TOKENS] * 5
+    assert [output.external_tokens for output in outputs] == [0] * 6
+    after = engine.inside("storm:learned")
+    assert after["requests"] - before["requests"] == 6
+    assert after["most_sights"] >= 6
+    assert engine.counts()["blocks_stored"] == 10
+    engine.close()

@@ -288,6 +288,12 @@ def watch_stores(driver: Driver) -> None:
     connector._build_store_jobs = watched
 
 
+def learned(driver: Driver) -> dict[str, int]:
+    """Of the host's policy: requests it was told of, and the most uses of a prefix."""
+    known = manager_of(driver).hierarchy.pool._policies[0].known
+    return {"requests": known.serial, "most_sights": int(known._state.max()) >> 9}
+
+
 def mover_process(driver: Driver, *, timeout_s: float = 60.0) -> dict[str, int | None]:
     """Of the first level's disk tier: the process, once it is ready, and how many died before."""
     mover = manager_of(driver).hierarchy.levels[0].tier._mover
