@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
+from heapq import heappop, heappush
 from math import inf
+from random import Random
 from unittest import mock
 
 import numpy as np
 import pytest
-
 from tests.streams.streams import make
+
 from undercroft.keys import ChunkKey
 from undercroft.policies import guard
+from undercroft.policies.base import EvictionPolicy, Learning
 from undercroft.policies.guard import Guard
 from undercroft.policies.hazard import Hazard
 from undercroft.policies.known_prefixes import KnownPrefixes, Seen
+from undercroft.policies.lru import Lru
 from undercroft.sim import hit_curve
 from undercroft.sim.moment import Moment
 from undercroft.sim.replay import replay
-from undercroft.traces import Trace
+from undercroft.traces import Trace, TraceBuilder
 
 KEYS = [ChunkKey(b"k")] * 10
 PATIENCE = guard._FIRST_PATIENCE
@@ -132,6 +136,67 @@ def found(trace: Trace, capacity: int) -> tuple[float, float, float]:
     return 100 * lru.block_hit_ratio, alone, guarded
 
 
+def chats_and_a_scanner(num: int) -> Trace:
+    """Tenants whose owners come back, and one that asks for everything once, at twice the rate."""
+    random = Random(5)
+    builder = TraceBuilder("tenants", 16)
+    waiting: list[tuple[float, int, int]] = []
+    for chat in range(40):
+        heappush(waiting, (random.uniform(0, 60), chat, 4))
+    scanned = 0
+    for number in range(num):
+        now_s, chat, size = heappop(waiting)
+        path: list[object] = [("chat", chat % 4, at) for at in range(3)]
+        path += [("chat", chat, at) for at in range(3, size)]
+        builder.add(path, time_ms=int(1000 * now_s), kind=0)
+        goes_on = random.random() < 0.9
+        chat, size = (chat, size + 2) if goes_on else (40 + number, 4)
+        heappush(waiting, (now_s + random.lognormvariate(3.3, 0.6), chat, min(size, 40)))
+        for _ in range(2):
+            builder.add(
+                [("scan", scanned, at) for at in range(20)], time_ms=int(1000 * now_s), kind=0
+            )
+            scanned += 1
+    return builder.build()
+
+
+def chat_hits(trace: Trace, policy: EvictionPolicy, capacity: int) -> int:
+    """Hits of every third request: the chats'."""
+    resident: set[int] = set()
+    learning = policy if isinstance(policy, Learning) else None
+    num_hits = 0
+    for number, (path, time_ms) in enumerate(
+        zip(trace.iter_blocks(), trace.times_ms.tolist(), strict=True)
+    ):
+        if number % 3 == 0:
+            num_hits += next((i for i, at in enumerate(path) if at not in resident), len(path))
+        if learning is not None:
+            learning.on_request([as_key(at) for at in path], time_ms / 1000)
+        for at in reversed(path):
+            if at in resident:
+                policy.on_hit(as_key(at))
+                continue
+            if len(resident) == capacity:
+                victim = next(policy.victims())
+                policy.on_evict(victim)
+                resident.remove(int.from_bytes(victim, "big"))
+            policy.on_insert(as_key(at))
+            resident.add(at)
+    return num_hits
+
+
+def as_key(block: int) -> ChunkKey:
+    return ChunkKey(block.to_bytes(8, "big"))
+
+
+@pytest.mark.parametrize("capacity", [150, 400, 1000])
+def test_a_scanner_takes_nothing_from_chats(capacity: int) -> None:
+    """Several tenants share a level: chats find what they find with LRU, and more."""
+    trace = chats_and_a_scanner(1_200)
+    lru = chat_hits(trace, Lru(capacity), capacity)
+    assert chat_hits(trace, Hazard(capacity), capacity) > max(lru, 1000)
+
+
 def test_the_same_request_at_the_same_time_moves_up() -> None:
     """A clock that stands: what was used last goes last, also if it is all the same request."""
     policy = Hazard(1000, KnownPrefixes(4096))
@@ -143,8 +208,24 @@ def test_the_same_request_at_the_same_time_moves_up() -> None:
     assert list(policy.victims()) == [b"b", b"c", b"a"]
 
 
-def test_requests_far_longer_than_the_level() -> None:
-    """What may still come in does not take up the whole table: LRU's hits are there."""
-    trace = make("liars", 1, 12_000).trace
-    lru, alone, _ = found(trace, 35)
+@pytest.mark.parametrize(
+    ("recipe", "seed", "capacity"),
+    [("regimes", 3, 187), ("regimes", 2, 53), ("standing", 4, 29), ("liars", 3, 22)],
+)
+def test_never_much_worse_than_lru(recipe: str, seed: int, capacity: int) -> None:
+    """Where the policy alone is: the clock stands, or what it has learned is no longer so."""
+    lru, alone, guarded = found(make(recipe, seed, 25_000).trace, capacity)
+    assert alone < lru - 1
+    assert guarded > lru - 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "seed", "capacity"),
+    [("zipf", 0, 344), ("bursts", 0, 417), ("loop", 0, 100), ("scan", 0, 100), ("swings", 0, 20)],
+)
+def test_nothing_is_lost_where_the_policy_is_better(recipe: str, seed: int, capacity: int) -> None:
+    """Popularity at random, bursts, loops, scans, and requests longer than the level."""
+    lru, alone, guarded = found(make(recipe, seed, 20_000).trace, capacity)
     assert alone > lru - 1
+    assert guarded > lru - 1
+    assert guarded > alone - 0.5

@@ -11,7 +11,7 @@ from undercroft.keys import ChunkKey
 from undercroft.policies.hazard import Hazard
 
 NUM_CHUNKS = 2_048
-TABLES_BYTES, KNOWN_BYTES = 26, 96
+TABLES_BYTES, KNOWN_BYTES = 30, 96
 
 
 def table_bytes(policy: Hazard) -> int:
@@ -20,6 +20,7 @@ def table_bytes(policy: Hazard) -> int:
     columns = (
         *(known._prints, known._used, known._state),
         *(paths._owner, paths._depth, paths._hanging),
+        policy._guard._shadow._last,
     )
     assert all(len(column) == known.num_rows for column in columns)
     return sum(column.nbytes for column in columns)

@@ -169,7 +169,9 @@ def fan(random: Random, _num: int) -> _Source:
 # --- streams of which one period misleads about the next -----------------------------------------
 
 
-def _phases(random: Random, num: int, kinds: list[Callable[[], _Source]], cuts: list[int]) -> _Source:
+def _phases(
+    random: Random, num: int, kinds: list[Callable[[], _Source]], cuts: list[int]
+) -> _Source:
     """One after the other, each for so many references; the same blocks if it comes again."""
     del random, num
     start_s = 0.0

@@ -1,10 +1,10 @@
 """When to leave the choice to LRU: whoever finds less than LRU would, for long, is overruled.
 
 Both sides are counted on the same requests, all of them: what the level had, and what LRU would
-have had (`lru_shadow`). A balance is kept of what was lost. Gains pay losses back, but little credit
-is kept for bad times, else a regime that has gone would pay for the one that is. Where more was lost
-than may be, the level acts as LRU, which costs nothing more. After a while the policy has another
-try; the while is twice as long each time, until it has done clearly better than LRU.
+have had (`lru_shadow`). A balance is kept of what was lost. Gains pay losses back, but little
+credit is kept for bad times, else a regime that has gone would pay for the one that is. Where more
+was lost than may be, the level acts as LRU, which costs nothing more. After a while the policy has
+another try; the while is twice as long each time, until it has done clearly better than LRU.
 
 This bounds what is lost on the whole, not at once: until its chunks have turned over, an overruled
 level still lacks what the policy has evicted.
@@ -70,11 +70,11 @@ class Guard:
         num_lru = self._shadow.on_request(seen, num_found)
         if self._returned:
             num_found = self._without_returned(seen, num_found)
-        lost = max(num_lru, num_told) - max(num_found, num_told)
+        more = max(num_lru, num_told) - max(num_found, num_told)
         fades = 1 - 1 / _NUM_REQUESTS
         self._asked = asked = self._asked * fades + max(0, len(seen.keys) - num_told)
         self._num_requests = number = self._num_requests * fades + 1
-        self._lost = lost = max(-_MOST_CREDIT * asked, self._lost * fades + lost)
+        self._lost = lost = max(-_MOST_CREDIT * asked, self._lost * fades + more)
         if self.is_overruling:
             self._num_overruled += 1
             if self._num_overruled >= self._patience:

@@ -158,7 +158,9 @@ class Hazard:
                 del keys[:_FEW]
                 continue
             self._paths.come(*place, num)
-            self._guard.on_come_all(place[0].rows[place[1] + 1 - num : place[1] + 1], place[0].serial)
+            self._guard.on_come_all(
+                place[0].rows[place[1] + 1 - num : place[1] + 1], place[0].serial
+            )
             if place[0] is self._current:
                 self._at = place[1] - num
             del keys[:num]

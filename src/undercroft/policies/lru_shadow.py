@@ -92,7 +92,7 @@ class LruShadow:
         if last_of[item(num - 1)] >= span:
             return num
         deeper = range(start + 1, num)
-        return start + 1 + bisect_left(deeper, True, key=lambda at: last_of[item(at)] < span)
+        return start + 1 + bisect_left(deeper, 1, key=lambda at: last_of[item(at)] < span)
 
     def come(self, row: int, serial: int) -> bool:
         """The chunk of `row` has come in, of a path that request `serial` used last.

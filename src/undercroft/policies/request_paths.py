@@ -124,7 +124,7 @@ class Paths:
         owner_of, item, num = self._owner_of, seen.rows.item, len(seen.rows)
         if owner_of[item(num - 1)] >= 0:
             return num
-        return bisect_left(range(num), True, key=lambda at: owner_of[item(at)] < 0)
+        return bisect_left(range(num), 1, key=lambda at: owner_of[item(at)] < 0)
 
     def absent(self, seen: Seen) -> list[int]:
         """Positions of a request's chunks that are not resident."""
