@@ -47,6 +47,7 @@ SEEN = {
     "tier %r failed to close: %r": ONCE,
     "disk tier %r closed unflushed: %s": ONCE,
     "disk tier %r: a file could not be closed: %s": ONCE,
+    "policy %s of a level of %d chunks finds less": "the first time only",
     "disk tier %r starts without its disk: %s": ONCE,
 }
 

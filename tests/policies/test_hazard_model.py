@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import inf
 from random import Random
 from unittest import mock
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from undercroft.keys import ChunkKey
-from undercroft.policies import request_paths
+from undercroft.policies import guard, request_paths
 from undercroft.policies.hazard import Hazard
 from undercroft.policies.known_prefixes import NUM_CLASSES, KnownPrefixes
 from undercroft.policies.reuse_curves import NUM_BUCKETS
@@ -236,6 +237,13 @@ class BesideTheModel(RuleBasedStateMachine):
 def few_young() -> Iterable[None]:
     """Paths grow old within a test."""
     with mock.patch.object(request_paths, "_NUM_YOUNG", NUM_YOUNG):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_guard() -> Iterable[None]:
+    """What is expected here is arbitrary: LRU would be better."""
+    with mock.patch.object(guard, "_MOST_LOST", inf):
         yield
 
 

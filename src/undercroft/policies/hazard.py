@@ -18,6 +18,7 @@ from operator import attrgetter
 
 from undercroft.errors import Bug, ConfigError
 from undercroft.keys import ChunkKey
+from undercroft.policies.guard import Guard
 from undercroft.policies.key_queue import KeyQueue
 from undercroft.policies.known_prefixes import NUM_CLASSES, KnownPrefixes, Seen
 from undercroft.policies.path import Path
@@ -65,12 +66,13 @@ class Hazard:
         self.known = known
         self._paths = Paths(known.num_rows)
         known.in_use.append(self._paths)
+        self._guard = Guard(self.name, capacity_chunks, known.num_rows)
         # Chunks that no request has told of: newly read from a lower level, found at the start.
         self._strays = KeyQueue()
         self._num_strays = 0
         self._current: Path | None = None
         self._at = -1  # where in it the next chunk is expected: they come deepest first
-        self._now_s = 0.0
+        self._now_s, self._serial = 0.0, 0
         self._found: dict[int, _Found] = {}
         self._found_by = _NONE_LEARNED  # which index, and how often that had changed
         self._num_changes = 0
@@ -103,12 +105,13 @@ class Hazard:
         """See `Learning`."""
         if not keys:
             return
-        seen = self.known.see(keys, now_s, kind, num_told)
-        self._now_s = seen.now_s
+        seen = self.known.see(keys, now_s, kind, num_told, self._serial)
+        self._now_s, self._serial = seen.now_s, seen.serial
         self._picked = None
         self._take_back(seen.now_s - _ASIDE_S)
         if not seen.keys:
             return
+        self._guard.on_request(seen, self._paths.num_leading(seen), num_told)
         if len(self._paths.unsettled) > _MAX_UNSETTLED:
             self._settle(len(self._paths.unsettled) - _MAX_UNSETTLED)
         adopted = self._adopt(seen) if self._num_strays else []
@@ -120,6 +123,8 @@ class Hazard:
                 self._paths.give_up(row)
                 self._strays.push(seen.keys[at])
                 self._num_strays += 1
+            else:
+                self._guard.on_come(int(seen.rows[at]), seen.serial)
 
     def _adopt(self, seen: Seen) -> list[int]:
         """Make the strays of a request part of its path; their positions."""
@@ -142,6 +147,7 @@ class Hazard:
             raise Bug(f"hazard: key {key.hex()} is resident already")
         else:
             self._paths.come(*place)
+            self._guard.on_come(int(place[0].rows[place[1]]), place[0].serial)
 
     def on_insert_all(self, keys: Sequence[ChunkKey]) -> None:
         """See `InsertingMany`."""
@@ -156,6 +162,9 @@ class Hazard:
                 del keys[:_FEW]
                 continue
             self._paths.come(*place, num)
+            self._guard.on_come_all(
+                place[0].rows[place[1] + 1 - num : place[1] + 1], place[0].serial
+            )
             if place[0] is self._current:
                 self._at = place[1] - num
             del keys[:num]
@@ -194,7 +203,10 @@ class Hazard:
 
     def on_drop(self, key: ChunkKey) -> None:
         """Its bytes are void. What is known of its uses stays true."""
-        if key in self:
+        place = self._find(key)
+        if place is not None:
+            self._guard.on_drop(int(place[0].rows[place[1]]))
+        if place is not None or key in self._strays:
             self.on_evict(key)
 
     # --- victims ------------------------------------------------------------------------------
@@ -335,8 +347,10 @@ class Hazard:
 
     @property
     def is_acting_as_lru(self) -> bool:
-        """Whether too little is known, or time stands still: then the longest unused goes first."""
-        return self.known.curves.num_waits < _MIN_WAITS or self.known.is_stopped
+        """Whether too little is known, time stands still, or LRU has proved to be better."""
+        known = self.known
+        too_little = known.curves.num_waits < _MIN_WAITS
+        return too_little or known.is_stopped or self._guard.is_overruling
 
     def _index(self) -> list[list[float]]:
         return _NONE_LEARNED if self.is_acting_as_lru else self.known.curves.index

@@ -62,7 +62,8 @@ class Seen:
         rows: One a key, root first.
         starts: Where along the path a new class begins; the first is 0.
         classes: Of each of those stretches.
-        num_known: Rows that are deeper were given to these keys just now.
+        num_known: Up to the deepest key that was known before; rows that are deeper were given to
+            these keys just now.
     """
 
     serial: int
@@ -146,19 +147,25 @@ class KnownPrefixes:
                 return row
         return -1
 
-    def see(self, keys: Sequence[ChunkKey], now_s: float, kind: int, num_told: int = 0) -> Seen:
-        """A request used `keys`, root first. Told twice of the same one, it is seen once.
+    def see(
+        self, keys: Sequence[ChunkKey], now_s: float, kind: int, num_told: int = 0, after: int = 0
+    ) -> Seen:
+        """A request used `keys`, root first. Told of it by several levels, it is seen once.
 
         Args:
             keys: Of full chunks.
             now_s: The clock's time.
             kind: How it ended, two bits.
             num_told: Of so many this very request was seen before; it has grown since.
+            after: Serial of what the level that tells saw last: this is another request. The same
+                at the same time does not count as another use.
         """
         number = len(keys)
         told_at_s, told, seen = self._recent.get(keys[-1], (now_s, 0, None))
         if seen is not None and told == number and told_at_s == now_s:
-            return seen
+            if seen.serial > after:
+                return seen
+            num_told = number
         # A clock that is set back, or stands, makes no age negative.
         if self._last_s is not None:
             self._elapsed_s += max(0.0, now_s - self._last_s)

@@ -10,10 +10,9 @@ operations, not thousands of moves in a list.
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import compress
 
 import numpy as np
@@ -24,11 +23,10 @@ from undercroft.keys import ChunkKey
 from undercroft.policies.known_prefixes import NUM_CLASSES, Seen
 from undercroft.policies.path import Path, PathStore
 from undercroft.policies.path_ends import PathEnds
+from undercroft.policies.runs import Run, runs_of
 
 __all__ = ["Paths"]
 
-_Run = tuple[int, int, int]
-"""Start, stop, and the path that owns what lies between."""
 _ABSENT = -1
 _ADOPTED = 2**31 - 1
 _OF_OWNER = 0 if sys.byteorder == "little" else 1
@@ -38,6 +36,8 @@ _FEW = 12
 _NUM_DEPTHS = 256
 _NUM_YOUNG = 256
 """So many requests back, a chunk that comes in is still recognized as part of its path."""
+_YOUNG_SHARE = 4
+"""One in so many rows, at most, is kept for chunks that may still come in."""
 
 
 class Paths:
@@ -72,7 +72,8 @@ class Paths:
             column.fill(0)  # the scheduler's thread pays for no page when it comes to it
         self._store = PathStore()
         self.get, self.used = self._store.get, self._store.used
-        self._young: deque[Path] = deque()
+        self._young: deque[tuple[Path, int]] = deque()
+        self._num_young_rows, self._most_young_rows = 0, num_rows // _YOUNG_SHARE
         self._newest = 0
         self._was_adopted = False
         self.unsettled: set[Path] = set()
@@ -99,6 +100,16 @@ class Paths:
 
     # --- a request ----------------------------------------------------------------------------
 
+    def num_leading(self, seen: Seen) -> int:
+        """How many of a request's chunks are resident, from the root on.
+
+        None is without what it continues; where one is after all, about as many.
+        """
+        owner_of, item, num = self._owner_of, seen.rows.item, len(seen.rows)
+        if owner_of[item(num - 1)] >= 0:
+            return num
+        return bisect_left(range(num), 1, key=lambda at: owner_of[item(at)] < 0)
+
     def absent(self, seen: Seen) -> list[int]:
         """Positions of a request's chunks that are not resident."""
         return np.flatnonzero(self._owner[seen.rows] < 0).tolist()
@@ -124,17 +135,16 @@ class Paths:
             num_known = len(seen.rows)
         self._was_adopted, self._newest = False, max(self._newest, seen.serial)
         runs = self._owners(seen.rows[:num_known])
-        if not all(self._is_whole(seen.rows, run) for run in runs if run[2] != _ADOPTED):
-            seen = self._whole(seen, [run for run in runs if run[2] != _ADOPTED])
-            num_known = len(seen.rows)
-            runs = self._owners(seen.rows)
         path = self._store.new(seen)
-        self._young.append(path)
         num_true = self._num_true(path, runs)
         if num_true < len(path.rows):
             path.rows, path.keys = path.rows[:num_true], path.keys[:num_true]
             num_known = min(num_known, num_true)
             runs = [(at, min(stop, num_true), old) for at, stop, old in runs if at < num_true]
+        if not all(self._is_whole(path.rows, run) for run in runs if run[2] != _ADOPTED):
+            self._fill_in(path, [run for run in runs if run[2] != _ADOPTED])
+            num_known = len(path.rows)
+            runs = self._owners(path.rows)
         rows = path.rows
         # First of all: what is emptied below must be found as the owner of nothing.
         depths = [self._depth_of[rows[stop - 1]] for _, stop, _ in runs]
@@ -145,15 +155,21 @@ class Paths:
             path.num = sum(stop - start for start, stop, _ in runs)
             path.hi = runs[-1][1]
             self.unsettled.add(path)
-        if len(self._young) > _NUM_YOUNG:
-            self._grow_up(self._young.popleft())
+        self._young.append((path, len(rows)))
+        self._num_young_rows += len(rows)
+        while len(self._young) > 1 and (
+            len(self._young) > _NUM_YOUNG or self._num_young_rows > self._most_young_rows
+        ):
+            old, num_rows = self._young.popleft()
+            self._num_young_rows -= num_rows
+            self._grow_up(old)
         return path
 
-    def _owners(self, rows: NDArray[np.int64]) -> list[_Run]:
+    def _owners(self, rows: NDArray[np.int64]) -> list[Run]:
         """The runs of rows that one path owns, or that are adopted."""
         if len(rows) > _FEW:
-            return [run for run in _runs(self._owner[rows]) if run[2] >= 0]
-        owner_of, runs = self._owner_of, list[_Run]()
+            return [run for run in runs_of(self._owner[rows]) if run[2] >= 0]
+        owner_of, runs = self._owner_of, list[Run]()
         start, last = 0, _ABSENT
         for at, row in enumerate(rows.tolist()):
             owner = owner_of[row]
@@ -165,7 +181,7 @@ class Paths:
             runs.append((start, len(rows), last))
         return runs
 
-    def _take(self, path: Path, runs: list[_Run]) -> None:
+    def _take(self, path: Path, runs: list[Run]) -> None:
         """What is resident is the path's; all the rest it awaits."""
         rows = path.rows
         num = len(rows)
@@ -185,7 +201,7 @@ class Paths:
         hanging_of = self._hanging_of
         return [at for at, row in enumerate(rows.tolist()) if hanging_of[row]]
 
-    def _is_whole(self, rows: NDArray[np.int64], run: _Run) -> bool:
+    def _is_whole(self, rows: NDArray[np.int64], run: Run) -> bool:
         """Whether a run of a request is in order, and leaves out nothing that is there above it."""
         start, stop, old_id = run
         old = self.get(old_id)
@@ -199,31 +215,27 @@ class Paths:
         num_above = np.count_nonzero(_is_of(self._owner[old.rows[: last + 1]], old_id))
         return len(places) == num_above and bool((places[1:] > places[:-1]).all())
 
-    def _whole(self, seen: Seen, runs: list[_Run]) -> Seen:
-        """A request that was told of with holes, with all that is there above what it has.
+    def _fill_in(self, path: Path, runs: list[Run]) -> None:
+        """Of a request that was told of with holes: all that is there above what it has, as well.
 
         Or the lower part of a path would go to another, and what lies above be nobody's. The class
         of what is filled in is that of what follows.
         """
         above_of = {
-            start: self._down_to(self.get(old_id), int(self._depth[seen.rows[start:stop]].max()))
+            start: self._down_to(self.get(old_id), int(self._depth[path.rows[start:stop]].max()))
             for start, stop, old_id in runs
         }
         whole: dict[int, tuple[ChunkKey, int]] = {}
-        for at, row in enumerate(seen.rows.tolist()):
-            cls = seen.classes[bisect_right(seen.starts, at) - 1]
-            for above, key in above_of.get(at, ()):
-                whole.setdefault(above, (key, cls))
-            whole.setdefault(row, (seen.keys[at], cls))
+        for at, (row, key) in enumerate(zip(path.rows.tolist(), path.keys, strict=True)):
+            cls = path.classes[bisect_right(path.starts, at) - 1]
+            for above, its_key in above_of.get(at, ()):
+                whole.setdefault(above, (its_key, cls))
+            whole.setdefault(row, (key, cls))
         classes = [cls for _, cls in whole.values()]
-        starts = [at for at, cls in enumerate(classes) if not at or cls != classes[at - 1]]
-        return replace(
-            seen,
-            rows=np.array(list(whole), dtype=seen.rows.dtype),
-            keys=[key for key, _ in whole.values()],
-            starts=starts,
-            classes=[classes[at] for at in starts],
-        )
+        path.rows = np.array(list(whole), dtype=path.rows.dtype)
+        path.keys = tuple(key for key, _ in whole.values())
+        path.starts = [at for at, cls in enumerate(classes) if not at or cls != classes[at - 1]]
+        path.classes = [classes[at] for at in path.starts]
 
     def _down_to(self, path: Path, depth: int) -> list[tuple[int, ChunkKey]]:
         """What is resident or awaited of a path down to a depth, and of those that it hangs at."""
@@ -239,7 +251,7 @@ class Paths:
                 path, depth = self.get(owner), self._depth_of[path.parent_row]
         return [each for part in reversed(parts) for each in part]
 
-    def _num_true(self, path: Path, runs: list[_Run]) -> int:
+    def _num_true(self, path: Path, runs: list[Run]) -> int:
         """How many keys of a new path are who their rows say, as far as that matters here.
 
         A row knows its key by a fingerprint. That two have the same one is next to impossible, but
@@ -256,7 +268,7 @@ class Paths:
                         return i
         return len(path.rows)
 
-    def _take_over(self, rows: NDArray[np.int64], runs: list[_Run], depths: list[int]) -> None:
+    def _take_over(self, rows: NDArray[np.int64], runs: list[Run], depths: list[int]) -> None:
         """Runs are another's now; `depths`: at which the last of each was before."""
         for (start, stop, old_id), depth in zip(runs, depths, strict=True):
             if old_id == _ADOPTED:
@@ -333,7 +345,7 @@ class Paths:
         """How many of `keys`, deepest first, are those awaited at `at` of a path and above."""
         first = max(0, at + 1 - len(keys))
         num = at + 1 - first
-        if path is not self._young[-1] or path.hi > first:  # else all are its own, and to come
+        if path is not self._young[-1][0] or path.hi > first:  # else all are its own, and to come
             is_next = self._owner[path.rows[first : at + 1]] == -2 - path.id
             if not is_next.all():
                 num = int(np.argmin(is_next[::-1]))
@@ -475,14 +487,3 @@ def _is_of(owner: NDArray[np.int32], path_id: int) -> NDArray[np.bool_]:
 def _depths(num: int) -> NDArray[np.int64]:
     """The half of a pair that is a depth; of the first so many."""
     return np.arange(num, dtype=np.int64) << np.int64(32 if _OF_OWNER == 0 else 0)
-
-
-def _runs(owner: NDArray[np.int32]) -> list[_Run]:
-    """Start, stop and value of each run of equal values; of none, none."""
-    if not len(owner):
-        return []
-    cuts = ((owner[1:] != owner[:-1]).nonzero()[0] + 1).tolist()
-    starts = [0, *cuts]
-    return [
-        (at, stop, owner.item(at)) for at, stop in zip(starts, [*cuts, len(owner)], strict=True)
-    ]

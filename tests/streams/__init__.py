@@ -1,0 +1,1 @@
+"""Request streams of many kinds, made up: is `hazard` ever much worse than LRU on one of them?"""
