@@ -41,7 +41,7 @@ def test_what_the_engines_own_cache_had_is_in_the_trace(
         (500, 8),
         (400, 8),
     ]
-    assert [line["k"] for line in found.lines] == [2] * 4
+    assert [line["k"] for line in found.lines] == [8] * 4  # length
     times = [line["t"] for line in found.lines]
     assert times == sorted(times)
     assert times[-1] > 0
