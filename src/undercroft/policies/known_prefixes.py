@@ -211,7 +211,7 @@ class KnownPrefixes:
         return Seen(self.serial, now_s, keys, rows, starts, classes, num_known)
 
     def _use_few(
-        self, known: NDArray[np.int64], kind: int, _: int, now: int
+        self, known: NDArray[np.int64], kind: int, _num_told: int, now: int
     ) -> tuple[int, list[int], list[int]]:
         """One use more of rows that were known; the class of what was not, and the stretches.
 

@@ -70,9 +70,8 @@ class EveryKey:
     def _every(
         self, context: ReqContext, num_at_first: int, chain: Iterable[ChunkKey]
     ) -> list[list[ChunkKey]]:
-        used = set(chain)
         nothing: list[list[OffloadKey]] = []
-        groups = self._guarded(partial(self._of, context, num_at_first, used), nothing)
+        groups = self._guarded(partial(self._of, context, num_at_first, chain), nothing)
         return [list(self._named(keys, context)) for keys in groups]
 
     def _guarded(self, read: Callable[[], _T], default: _T) -> _T:
@@ -91,7 +90,7 @@ class EveryKey:
         return ends if isinstance(ends, dict) else {}
 
     def _of(
-        self, context: ReqContext, num_at_first: int, used: set[ChunkKey]
+        self, context: ReqContext, num_at_first: int, chain: Iterable[ChunkKey]
     ) -> list[list[OffloadKey]]:
         ends = self._ends(context)
         num = num_at_first if self._prompts_only else len(ends)
@@ -104,6 +103,7 @@ class EveryKey:
                 keys.append(key)
             elif end % num_tokens:
                 within.setdefault(group, []).append(key)
+        used = set(chain) if within else set()
         for group, tails in within.items():  # the last states of a recurrent group, if stored
             keys = groups[group]
             least = len(keys) * self._tokens_per_chunk[group]
